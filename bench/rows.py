@@ -1,0 +1,52 @@
+"""Result rows: one JSON object a line under bench/results, with command, commit and machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def commit() -> str:
+    """Short hash of HEAD, with `+` when tracked files differ from it; `unknown` outside a checkout."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode:
+        return "unknown"
+    dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
+    return head.stdout.strip() + ("+" if dirty else "")
+
+
+def command() -> str:
+    """The command line that made this row, as a user would type it."""
+    return "python -m bench " + " ".join(sys.argv[1:])
+
+
+def processor() -> str:
+    """Model name of the CPU."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def write(path: Path, rows: list[dict[str, Any]], append: bool = False) -> None:
+    """Write rows as JSON lines; `append` keeps what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if append else "w") as stream:
+        for row in rows:
+            stream.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file, in order."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
