@@ -1,0 +1,106 @@
+"""Frozen, validated options: the only place with defaults. CLI, server and Python API read them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from dustin.errors import UsageError
+
+MODES = ("auto", "ar", "dense", "sparse", "rectified", "exact")
+DRAFTERS = ("auto", "draft", "self", "lookup", "none")
+SELECTORS = ("dustin", "history", "lookahead", "streaming")
+
+
+def _require(name: str, value: object, ok: bool, expected: str) -> None:
+    if not ok:
+        raise UsageError(f"{name} is {value!r}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and the neutral penalties change nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more")
+        _require("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and up to 1")
+        _require("min_p", self.min_p, 0 <= self.min_p < 1, "a number from 0 up to, not including, 1")
+        _require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "a number above 0")
+        _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 10, "-10 to 10")
+        _require("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 10, "-10 to 10")
+        _require("seed", self.seed, 0 <= self.seed < 2**63, "a whole number from 0 to 2**63-1")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What one request asks for. `max_tokens` counts generated tokens; `top_logprobs` None = no logprobs, 0 = chosen token only."""
+
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+    sampling: SamplingOptions = SamplingOptions()
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
+        _require("stop", self.stop, all(self.stop), "stop strings that are not empty")
+        _require("top_logprobs", self.top_logprobs, self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "0 to 20")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine works (METHOD sections 4 and 7). Budgets, windows and intervals are in tokens.
+
+    `lookahead_share` is m of METHOD 3: the share of the unprotected budget filled by draft scores. `lookahead_lag` 1 uses
+    the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
+    `exact_block` is how many provisional tokens one dense check covers.
+    """
+
+    mode: str = "auto"
+    drafter: str = "auto"
+    selector: str = "dustin"
+    num_draft_tokens: int = 5
+    budget: int = 1024
+    num_sink_tokens: int = 4
+    num_recent_tokens: int = 32
+    lookahead_share: float = 0.6
+    lookahead_lag: int | None = None
+    rectify_interval: int = 256
+    exact_block: int = 32
+    sparse_draft: bool = True
+    prefill_chunk: int = 512
+    max_kv_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _require("mode", self.mode, self.mode in MODES, "one of " + ", ".join(MODES))
+        _require("drafter", self.drafter, self.drafter in DRAFTERS, "one of " + ", ".join(DRAFTERS))
+        _require("selector", self.selector, self.selector in SELECTORS, "one of " + ", ".join(SELECTORS))
+        _require("num_draft_tokens", self.num_draft_tokens, 1 <= self.num_draft_tokens <= 15, "1 to 15 tokens")
+        _require("num_sink_tokens", self.num_sink_tokens, self.num_sink_tokens >= 0, "0 or more tokens")
+        _require("num_recent_tokens", self.num_recent_tokens, self.num_recent_tokens >= 1, "1 or more tokens")
+        protected = self.num_sink_tokens + self.num_recent_tokens
+        if self.budget <= protected:
+            raise UsageError(
+                f"budget is {self.budget} tokens, expected more than the {protected} protected ones "
+                f"({self.num_sink_tokens} sinks + {self.num_recent_tokens} recent): raise --budget or lower the window"
+            )
+        _require("lookahead_share", self.lookahead_share, 0 <= self.lookahead_share <= 1, "0 to 1")
+        _require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
+        _require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")
+        _require("exact_block", self.exact_block, 1 <= self.exact_block <= 128, "1 to 128 tokens")
+        _require("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "1 or more tokens")
+        _require("max_kv_size", self.max_kv_size, self.max_kv_size is None or self.max_kv_size >= 1, "1 or more tokens")
+
+
+def defaults(options: type) -> dict[str, object]:
+    """Field name -> default of one of the classes above (the CLI shows and tests compare these)."""
+    return {field.name: field.default for field in fields(options)}

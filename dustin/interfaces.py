@@ -1,0 +1,384 @@
+"""What the engine asks of a backend: protocols, shapes and contracts, nothing else.
+
+Axes: B sequences, T query rows, R rows that score, S scoring heads, k selected tokens, V vocabulary (METHOD section 2).
+An `Array` is opaque to the engine: it is passed from one backend method to another and never indexed. Arrays may be
+lazy, on a device, or spread over ranks. Host values (`Sequence[int]`, `Sequence[float]`) go in freely; the only way
+out is `Backend.read`, called once a round. A zero in `num_tokens` means: this row takes no part and nothing of it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape and identity of a model, as the engine needs it.
+
+    `context_length` counts tokens. `sliding_layers` keep a native window and are never scored. `fingerprint` is stable
+    over runs for the same weights and configuration (prompt caches and calibration profiles are keyed by it).
+    """
+
+    name: str
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    dtype: str
+    fingerprint: str
+    sliding_layers: tuple[int, ...] = ()
+    bytes_per_kv_token: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Which queries a forward keeps: for each layer a tuple of query heads, for all rows or each sequence's last valid row."""
+
+    heads: Mapping[int, tuple[int, ...]]
+    last_row_only: bool = False
+
+
+@dataclass
+class TokenSet:
+    """The committed tokens that sparse attention may see: ONE set for every layer and head.
+
+    `indices` [B, k] int32 ascending, valid up to `counts` [B] int32 (entries beyond are ignored). `dense_layers` ignore
+    the set; `by_layer` overrides it for single layers. A row whose count equals its committed length equals dense
+    attention bit for bit.
+    """
+
+    indices: Array
+    counts: Array
+    dense_layers: tuple[int, ...] = ()
+    by_layer: Mapping[int, TokenSet] = field(default_factory=dict)
+
+
+@dataclass
+class ForwardResult:
+    """`logits` [B, T, V] (or [B, 1, V] for the last valid row, or None) and `queries`: layer -> [B, T or 1, S, D] post-RoPE."""
+
+    logits: Array | None
+    queries: Mapping[int, Array]
+
+
+@runtime_checkable
+class KVCache(Protocol):
+    """Keys and values of B ragged sequences, preallocated, owned by the backend. Dropping rows is by length only.
+
+    `num_bytes` counts what is allocated. A cache may be paged; nothing here says where a row lies.
+    """
+
+    capacity: int
+    num_bytes: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each sequence in the cache, as the host knows them (no device read)."""
+        ...
+
+    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shorten each sequence to `lengths[b]`; return how many rows each dropped. Raise ValueError on a longer length."""
+        ...
+
+    def take(self, rows: Sequence[int]) -> KVCache:
+        """A new, independent cache with the given rows (a row may repeat); the kept rows of each are copied."""
+        ...
+
+
+class Model(Protocol):
+    """A loaded transformer."""
+
+    spec: ModelSpec
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of `batch` sequences, `capacity` rows each. Raise MemoryLimitError with asked and available bytes."""
+        ...
+
+    def forward(
+        self,
+        tokens: Array,
+        num_tokens: Sequence[int],
+        cache: KVCache,
+        *,
+        token_set: TokenSet | None = None,
+        tap: Tap | None = None,
+        logits: str = "all",
+    ) -> ForwardResult:
+        """Run `tokens` [B, T] (from `Backend.tokens` or a sampled array) after the cached rows.
+
+        Row b feeds its first `num_tokens[b]` tokens (0 = none) at positions `lengths[b]...`; their K and V are appended
+        and `cache.lengths` grows by `num_tokens`. Query row r of sequence b sees the committed rows in `token_set` (all
+        of them when None) and in-flight rows 0..r. `logits` is "all", "last" (each row's last valid one) or "none".
+        Results of rows beyond `num_tokens[b]` are undefined but finite. Mutates `cache` alone.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WarpBatch:
+    """Sampling parameters of each sequence; every tuple has B entries. `temperature` 0 is greedy (one-hot at the argmax)."""
+
+    temperature: tuple[float, ...]
+    top_k: tuple[int, ...]
+    top_p: tuple[float, ...]
+    min_p: tuple[float, ...]
+    repetition_penalty: tuple[float, ...]
+    presence_penalty: tuple[float, ...]
+    frequency_penalty: tuple[float, ...]
+
+    @property
+    def greedy(self) -> bool:
+        """True when every row is greedy."""
+        return not any(self.temperature)
+
+    @property
+    def penalised(self) -> bool:
+        """True when some row has a penalty that changes logits."""
+        return any(r != 1.0 for r in self.repetition_penalty) or any(self.presence_penalty) or any(self.frequency_penalty)
+
+
+@dataclass
+class Verdict:
+    """Device-side result of one acceptance, for `Backend.read`.
+
+    `num_accepted` [B] int32 drafts kept; `tokens` [B, G+1] int32: the accepted drafts followed by the next token at index
+    num_accepted (entries beyond are undefined); `probabilities` [B, G+1, V] the warped target distribution the tokens
+    were judged by (None when all rows are greedy); `finite` [B] bool: no NaN among the judged logits.
+    """
+
+    num_accepted: Array
+    tokens: Array
+    probabilities: Array | None
+    finite: Array
+
+
+@dataclass(frozen=True)
+class HostVerdict:
+    """What the host reads of a round. `logprobs[b][i]` is None unless asked for, else (logprob, top tokens, top logprobs)."""
+
+    num_accepted: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    finite: tuple[bool, ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of an emitted token under the verified (unwarped) target distribution, and the best alternatives."""
+
+    token: int
+    logprob: float
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class Backend(Protocol):
+    """Arrays without policy: knows nothing of rounds, drafts or modes."""
+
+    name: str
+    device: str
+
+    # Models.
+    def load(self, source: Path, *, dtype: str = "auto") -> Model:
+        """Load a model from a folder (safetensors) or a .gguf file. Raise ModelError with the reason."""
+        ...
+
+    # Host -> device and back.
+    def tokens(self, rows: Sequence[Sequence[int]]) -> Array:
+        """[B, T] int token array; short rows are padded with 0."""
+        ...
+
+    def concat_tokens(self, parts: Sequence[Array]) -> Array:
+        """Join token arrays [B, T_i] along T."""
+        ...
+
+    def read(self, verdict: Verdict, logits: Array | None = None, top_logprobs: int | None = None) -> HostVerdict:
+        """The one device-to-host read of a round. With `top_logprobs` (0 or more) also log-softmax of `logits` [B, T, V]."""
+        ...
+
+    # Selection (METHOD section 3).
+    def gather_rows(self, queries: Mapping[int, Array], rows: Array | Sequence[int]) -> Mapping[int, Array]:
+        """Of each [B, T, S, D] keep row `rows[b]`: [B, 1, S, D]. `rows` may be a device array (`Verdict.num_accepted`)."""
+        ...
+
+    def concat_queries(self, parts: Sequence[Mapping[int, Array]]) -> Mapping[int, Array]:
+        """Join captured queries along the row axis."""
+        ...
+
+    def score(
+        self, queries: Mapping[int, Array], tap: Tap, model: Model, cache: KVCache, lengths: Sequence[int]
+    ) -> Array:
+        """[B, Nmax] fp32, Nmax >= max(lengths): mean over layers, rows and heads of softmax_j(q.K_j * scale) over [0, lengths[b]).
+
+        Softcap and QK-norm as the model's own attention has them. -inf at and beyond lengths[b].
+        """
+        ...
+
+    def select(
+        self,
+        target_scores: Array | None,
+        draft_scores: Array | None,
+        lengths: Sequence[int],
+        *,
+        budget: int,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+        num_draft_selected: int,
+    ) -> TokenSet:
+        """The quota rule: protect sinks and recent, top `num_draft_selected` by draft, fill by target up to `budget` in all.
+
+        Ties go to the lower index; protected and already chosen tokens are out of the running. If a score is None its
+        share goes to the other; if both are None the recent window grows to fill the budget (streaming). Rows with
+        lengths[b] <= budget get all of [0, lengths[b]).
+        """
+        ...
+
+    # Sampling and acceptance.
+    def probabilities(
+        self, logits: Array, warp: WarpBatch, context: Sequence[Sequence[int]] | None, inflight: Array | None
+    ) -> Array:
+        """Warped distributions [B, T, V]. Order: penalties, temperature, top-k, top-p, min-p.
+
+        Penalties of row t count `context[b]` (committed tokens) and inflight[b, :t] ([B, >= T-1]), so rejected drafts are
+        never remembered. `context` is None when no row has a penalty.
+        """
+        ...
+
+    def sample(self, probabilities: Array, uniforms: Sequence[float]) -> Array:
+        """[B, 1] tokens from [B, 1, V] by inverse CDF in token order: the first token whose cumulative mass exceeds u."""
+        ...
+
+    def argmax(self, logits: Array) -> Array:
+        """[B, T] tokens from [B, T, V]; the lower index wins a tie."""
+        ...
+
+    def accept_greedy(self, drafts: Array, num_drafts: Sequence[int], logits: Array) -> Verdict:
+        """Keep the longest prefix of drafts [B, G] (first num_drafts[b] valid) equal to the argmax of logits [B, G+1, V]."""
+        ...
+
+    def accept_sampled(
+        self,
+        drafts: Array,
+        num_drafts: Sequence[int],
+        draft_probabilities: Array | None,
+        target_probabilities: Array,
+        finite_of: Array,
+        accept_uniforms: Sequence[Sequence[float]],
+        next_uniforms: Sequence[float],
+    ) -> Verdict:
+        """Speculative sampling (METHOD section 5): accept d_i while u_i < p_i(d)/q_i(d), else draw from max(p - q, 0).
+
+        `draft_probabilities` [B, G, V]; None means one-hot drafts. After num_drafts[b] accepted, draw from p itself.
+        `finite_of` are the logits checked for NaN. `next_uniforms` [B] draw the token after the accepted ones.
+        """
+        ...
+
+    def stack_rows(self, parts: Sequence[Array]) -> Array:
+        """Join [B, T_i, V] arrays along T (draft distributions of a round)."""
+        ...
+
+    def ragged_rows(self, parts: Sequence[Sequence[tuple[Array, int]]]) -> Array:
+        """[B, G, V] from host-chosen rows: parts[b] lists (array [B, T, V], t), padded with zeros (exact mode keeps p_sparse)."""
+        ...
+
+    # Resources.
+    def peak_memory_bytes(self) -> int:
+        """Peak memory of this process (CPU) or device allocator since start."""
+        ...
+
+
+@dataclass
+class Drafts:
+    """What a drafter proposes: `tokens` [B, G], per-row counts, q distributions (None = one-hot), lookahead queries."""
+
+    tokens: Array | None
+    num_drafts: tuple[int, ...]
+    probabilities: Array | None = None
+    queries: Mapping[int, Array] | None = None
+
+
+@dataclass
+class SelectionContext:
+    """What a selector may look at in one round. `history` and `lookahead` are captured queries or None."""
+
+    backend: Backend
+    target: Model
+    target_cache: KVCache
+    lengths: tuple[int, ...]
+    history: Mapping[int, Array] | None
+    history_tap: Tap | None
+    draft: Model | None
+    draft_cache: KVCache | None
+    lookahead: Mapping[int, Array] | None
+    lookahead_tap: Tap | None
+
+
+class Selector(Protocol):
+    """Chooses the tokens that verification reads (policy; array work goes through the backend)."""
+
+    name: str
+    needs_history: bool
+    needs_lookahead: bool
+
+    def select(self, context: SelectionContext) -> TokenSet | None:
+        """The set of this round, or None for dense attention."""
+        ...
+
+
+@runtime_checkable
+class SparseAttention(Protocol):
+    """Attention of T in-flight rows over a selected set: the operation that backends accelerate and parity tests compare.
+
+    q [B, T, Hq, D]; the in-flight K, V are already in the cache at lengths[b]..lengths[b]+num_tokens[b]-1 (`lengths` before
+    them). Returns [B, T, Hq, D] in q's dtype, fp32 accumulation. Rows at or beyond num_tokens[b] return 0.
+    """
+
+    def __call__(
+        self, q: Array, cache: KVCache, layer: int, lengths: Sequence[int], num_tokens: Sequence[int], token_set: TokenSet | None
+    ) -> Array: ...
+
+
+class AcceptanceRule(Protocol):
+    """Judges drafts by target logits [B, G+1, V]."""
+
+    name: str
+
+    def judge(
+        self,
+        backend: Backend,
+        drafts: Drafts,
+        logits: Array,
+        warp: WarpBatch,
+        context: Sequence[Sequence[int]] | None,
+        uniforms: tuple[Sequence[Sequence[float]], Sequence[float]],
+    ) -> Verdict:
+        """A Verdict; no host read."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of every active row."""
+
+    name: str
+    model: Model | None
+
+    def start(self, prompts: Sequence[Sequence[int]], capacity: int) -> None:
+        """Begin a batch (reads the prompts where it has a model of its own)."""
+        ...
+
+    def propose(self, state: Any, num_drafts: Sequence[int]) -> Drafts:
+        """Up to num_drafts[b] tokens for each row (0 = none). Device work only."""
+        ...
+
+    def commit(self, lengths: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Learn what was kept: lengths L[b] after the commit."""
+        ...
