@@ -214,9 +214,7 @@ class Backend(Protocol):
         """Join captured queries along the row axis."""
         ...
 
-    def score(
-        self, queries: Mapping[int, Array], tap: Tap, model: Model, cache: KVCache, lengths: Sequence[int]
-    ) -> Array:
+    def score(self, queries: Mapping[int, Array], tap: Tap, model: Model, cache: KVCache, lengths: Sequence[int]) -> Array:
         """[B, Nmax] fp32, Nmax >= max(lengths): mean over layers, rows and heads of softmax_j(q.K_j * scale) over [0, lengths[b]).
 
         Softcap and QK-norm as the model's own attention has them. -inf at and beyond lengths[b].
