@@ -8,7 +8,7 @@ out is `Backend.read`, called once a round. A zero in `num_tokens` means: this r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -98,6 +98,10 @@ class Model(Protocol):
     """A loaded transformer."""
 
     spec: ModelSpec
+
+    def limit_vocabulary(self, size: int) -> None:
+        """Logits have the first `size` entries from now on (padded rows of target and draft differ). Changes `spec`."""
+        ...
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of `batch` sequences, `capacity` rows each. Raise MemoryLimitError with asked and available bytes."""
@@ -241,13 +245,18 @@ class Backend(Protocol):
         ...
 
     # Sampling and acceptance.
+    def extend(self, token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> TokenSet:
+        """A new set that also holds positions starts[b]..stops[b]-1, all above the set's own (rows younger than the set)."""
+        ...
+
     def probabilities(
         self, logits: Array, warp: WarpBatch, context: Sequence[Sequence[int]] | None, inflight: Array | None
     ) -> Array:
         """Warped distributions [B, T, V]. Order: penalties, temperature, top-k, top-p, min-p.
 
-        Penalties of row t count `context[b]` (committed tokens) and inflight[b, :t] ([B, >= T-1]), so rejected drafts are
-        never remembered. `context` is None when no row has a penalty.
+        Penalties of row t count `context[b]` (committed tokens) and the first I - (T - 1) + t of `inflight` [B, I], so the
+        last row counts all of them and rejected drafts are never remembered. `context` is None when no row has a penalty;
+        `inflight` None means I = 0 and T = 1.
         """
         ...
 
@@ -357,10 +366,34 @@ class AcceptanceRule(Protocol):
         logits: Array,
         warp: WarpBatch,
         context: Sequence[Sequence[int]] | None,
-        uniforms: tuple[Sequence[Sequence[float]], Sequence[float]],
+        accept_uniforms: Sequence[Sequence[float]],
+        next_uniforms: Sequence[float],
     ) -> Verdict:
-        """A Verdict; no host read."""
+        """A Verdict; no host read. Uniforms as in `Backend.accept_sampled`."""
         ...
+
+
+@dataclass
+class RoundState:
+    """What a drafter may look at in one round.
+
+    `tokens[b]` are the working tokens of row b (the last one is pending), `active[b]` is False for rows that take no part,
+    `num_drafts[b]` limits what verification will take. `draft_set` is last round's set and `set_lengths` the target lengths
+    it was chosen at; `select` gives this round's history-only set for drafters that read the target's cache.
+    `uniforms[b]` has one number a draft; `context` is what penalties count (None without penalties).
+    """
+
+    tokens: Sequence[Sequence[int]]
+    active: tuple[bool, ...]
+    num_drafts: tuple[int, ...]
+    max_drafts: int
+    warp: WarpBatch
+    uniforms: Sequence[Sequence[float]]
+    context: Sequence[Sequence[int]] | None
+    target_cache: KVCache
+    draft_set: TokenSet | None
+    set_lengths: tuple[int, ...]
+    select: Callable[[], TokenSet | None]
 
 
 class Drafter(Protocol):
@@ -368,15 +401,17 @@ class Drafter(Protocol):
 
     name: str
     model: Model | None
+    cache: KVCache | None
+    tap: Tap | None
 
-    def start(self, prompts: Sequence[Sequence[int]], capacity: int) -> None:
-        """Begin a batch (reads the prompts where it has a model of its own)."""
+    def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Callable[[int, int], None] | None) -> None:
+        """Begin a batch: read the prompts where the drafter has a model of its own (dense, in chunks)."""
         ...
 
-    def propose(self, state: Any, num_drafts: Sequence[int]) -> Drafts:
-        """Up to num_drafts[b] tokens for each row (0 = none). Device work only."""
+    def propose(self, state: RoundState) -> Drafts:
+        """Up to `max_drafts` tokens for each active row. Device work only; the target's cache is left as it was."""
         ...
 
-    def commit(self, lengths: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Learn what was kept: lengths L[b] after the commit."""
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Row b now has lengths[b] working tokens of which the last one is new to the drafter: forget anything beyond."""
         ...

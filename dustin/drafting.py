@@ -1,0 +1,193 @@
+"""Drafters: a draft model, the target itself on a sparse cache, prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dustin.config import EngineOptions
+from dustin.interfaces import Array, Backend, Drafts, KVCache, Model, RoundState, Tap
+from dustin.prefill import prefill
+from dustin.stats import Stats
+
+Progress = Callable[[int, int], None]
+
+
+def next_token(backend: Backend, logits: Array, state: RoundState, step: int, drafted: list[Array]) -> tuple[Array, Array | None]:
+    """The draft token of one step [B, 1] and its distribution (None = greedy), under the target's own warps."""
+    warp = state.warp
+    if warp.greedy and not warp.penalised:
+        return backend.argmax(logits), None
+    inflight = backend.concat_tokens(drafted) if drafted else None
+    probabilities = backend.probabilities(logits, warp, state.context, inflight)
+    return backend.sample(probabilities, [row[step] for row in state.uniforms]), probabilities
+
+
+class NoDrafter:
+    """Plain decoding: every round verifies the pending token alone."""
+
+    name = "none"
+    model: Model | None = None
+    cache: KVCache | None = None
+    tap: Tap | None = None
+
+    def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, state: RoundState) -> Drafts:
+        """No drafts."""
+        return Drafts(None, (0,) * len(state.active))
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Nothing to forget."""
+
+
+class ModelDrafter(NoDrafter):
+    """A small model of the same tokenizer. Its own KV is read sparsely too when `sparse_draft` is on (METHOD section 8)."""
+
+    name = "draft"
+
+    def __init__(self, backend: Backend, model: Model, tap: Tap, options: EngineOptions, stats: Stats) -> None:
+        self.model: Model = model
+        self.cache: KVCache | None = None
+        self.tap = tap
+        self._last_row_tap = Tap(tap.heads, last_row_only=True)
+        self._backend = backend
+        self._options = options
+        self.stats = stats
+
+    def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
+        """Read all but the last prompt token of each row; that one is fed with the first token the target emits."""
+        self.cache = self.model.new_cache(len(prompts), capacity)
+        prefill(
+            self._backend,
+            self.model,
+            self.cache,
+            [row[:-1] for row in prompts],
+            self._options.prefill_chunk,
+            None,
+            progress,
+            logits=False,
+        )
+
+    def propose(self, state: RoundState) -> Drafts:
+        """Feed what the draft has not seen, then one token a step; all active rows draft `max_drafts` tokens."""
+        cache = self.cache
+        if cache is None:
+            raise RuntimeError("propose was called before start")
+        backend = self._backend
+        unseen = [list(row[seen:]) if on else [] for row, seen, on in zip(state.tokens, cache.lengths, state.active, strict=True)]
+        fed, counts = backend.tokens(unseen), [len(row) for row in unseen]
+        drafted: list[Array] = []
+        distributions: list[Array] = []
+        queries = []
+        for step in range(state.max_drafts):
+            token_set = None
+            if self._options.sparse_draft and state.draft_set is not None:
+                token_set = backend.extend(state.draft_set, state.set_lengths, cache.lengths)
+            self._count_read(cache, state, token_set is not None)
+            out = self.model.forward(fed, counts, cache, token_set=token_set, tap=self._last_row_tap, logits="last")
+            token, distribution = next_token(backend, out.logits, state, step, drafted)
+            drafted.append(token)
+            queries.append(out.queries)
+            if distribution is not None:
+                distributions.append(distribution)
+            fed, counts = token, [int(on) for on in state.active]
+        return Drafts(
+            backend.concat_tokens(drafted),
+            state.num_drafts,
+            backend.stack_rows(distributions) if distributions else None,
+            backend.concat_queries(queries),
+        )
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Row b has lengths[b] tokens, the last of which the draft has not seen (M = L_old + min(n, gamma - 1))."""
+        if self.cache is not None:
+            self.cache.rollback([min(seen, length - 1) for seen, length in zip(self.cache.lengths, lengths, strict=True)])
+
+    def _count_read(self, cache: KVCache, state: RoundState, sparse: bool) -> None:
+        rows = (min(n, self._options.budget) if sparse else n for n, on in zip(cache.lengths, state.active, strict=True) if on)
+        self.stats.draft_kv_bytes_read += sum(rows) * self.model.spec.bytes_per_kv_token
+
+
+class SelfDrafter(NoDrafter):
+    """The target drafts for itself, reading only the selected rows of its own cache (MagicDec, TriForce)."""
+
+    name = "self"
+
+    def __init__(self, backend: Backend, model: Model, options: EngineOptions, stats: Stats) -> None:
+        self._backend = backend
+        self._target = model
+        self._options = options
+        self.stats = stats
+
+    def propose(self, state: RoundState) -> Drafts:
+        """`max_drafts` sparse steps on the target's cache, which is rolled back before verification."""
+        backend, cache = self._backend, state.target_cache
+        base = cache.lengths
+        chosen = state.select()
+        fed = backend.tokens([[row[-1]] if on else [] for row, on in zip(state.tokens, state.active, strict=True)])
+        drafted: list[Array] = []
+        distributions: list[Array] = []
+        for step in range(max(state.num_drafts)):
+            counts = [int(on and step < most) for on, most in zip(state.active, state.num_drafts, strict=True)]
+            token_set = backend.extend(chosen, base, cache.lengths) if chosen is not None else None
+            self._count_read(counts, cache, chosen is not None)
+            out = self._target.forward(fed, counts, cache, token_set=token_set, logits="all")
+            fed, distribution = next_token(backend, out.logits, state, step, drafted)
+            drafted.append(fed)
+            if distribution is not None:
+                distributions.append(distribution)
+        cache.rollback(base)
+        if not drafted:
+            return Drafts(None, state.num_drafts)
+        rows = backend.stack_rows(distributions) if distributions else None
+        return Drafts(backend.concat_tokens(drafted), state.num_drafts, rows)
+
+    def _count_read(self, counts: Sequence[int], cache: KVCache, sparse: bool) -> None:
+        budget = self._options.budget
+        rows = sum(count * (min(n, budget) if sparse else n) for count, n in zip(counts, cache.lengths, strict=True))
+        self.stats.kv_bytes_read += rows * self._target.spec.bytes_per_kv_token
+
+
+class LookupDrafter(NoDrafter):
+    """Prompt lookup: what followed the most recent earlier occurrence of the last few tokens. Needs no model."""
+
+    name = "lookup"
+
+    def __init__(self, backend: Backend, longest: int = 3) -> None:
+        self._backend = backend
+        self._longest = longest
+        self._indices: list[dict[tuple[int, ...], int]] = []
+        self._indexed: list[int] = []
+
+    def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
+        """Index the prompts' n-grams."""
+        self._indices = [{} for _ in prompts]
+        self._indexed = [0] * len(prompts)
+
+    def propose(self, state: RoundState) -> Drafts:
+        """Drafts copied from the text; rows without a match draft nothing."""
+        found = [
+            self._continuation(row, tokens)[:most] if on else []
+            for row, (tokens, most, on) in enumerate(zip(state.tokens, state.num_drafts, state.active, strict=True))
+        ]
+        counts = tuple(len(tokens) for tokens in found)
+        return Drafts(self._backend.tokens(found) if any(counts) else None, counts)
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Entries of provisional tokens that were cut are dropped when they turn out not to match."""
+        self._indexed = [min(seen, length - 1) for seen, length in zip(self._indexed, lengths, strict=True)]
+
+    def _continuation(self, row: int, tokens: Sequence[int]) -> list[int]:
+        index = self._indices[row]
+        # Every n-gram that ends before the last token, by the position after it; later occurrences replace earlier ones.
+        for end in range(max(self._indexed[row], 1), len(tokens)):
+            for size in range(1, min(self._longest, end) + 1):
+                index[tuple(tokens[end - size : end])] = end
+        self._indexed[row] = len(tokens)
+        for size in range(min(self._longest, len(tokens)), 0, -1):
+            key = tuple(tokens[-size:])
+            start = index.get(key)
+            if start is not None and start < len(tokens) and tuple(tokens[start - size : start]) == key:
+                return list(tokens[start : start + 16])
+        return []

@@ -1,0 +1,41 @@
+"""Reading prompts densely, in chunks of bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dustin.interfaces import Backend, ForwardResult, KVCache, Model, Tap
+
+
+def prefill(
+    backend: Backend,
+    model: Model,
+    cache: KVCache,
+    rows: Sequence[Sequence[int]],
+    chunk: int,
+    tap: Tap | None,
+    progress: Callable[[int, int], None] | None = None,
+    logits: bool = True,
+) -> ForwardResult | None:
+    """Append rows[b] to the cache, at most `chunk` tokens a row and call; return the last call's result.
+
+    Chunks are aligned at the END of each row, so that all rows meet in the last call and its last-row logits and queries
+    belong to every row that has tokens at all.
+    """
+    longest = max((len(row) for row in rows), default=0)
+    total, done = sum(len(row) for row in rows), 0
+    result = None
+    for left in range(-(-longest // chunk), 0, -1):
+        parts = [list(row[max(0, len(row) - left * chunk) : max(0, len(row) - (left - 1) * chunk)]) for row in rows]
+        last = left == 1
+        result = model.forward(
+            backend.tokens(parts),
+            [len(part) for part in parts],
+            cache,
+            tap=Tap(tap.heads, last_row_only=True) if last and tap is not None else None,
+            logits="last" if last and logits else "none",
+        )
+        done += sum(len(part) for part in parts)
+        if progress is not None:
+            progress(done, total)
+    return result
