@@ -47,9 +47,10 @@ class ModelDrafter(NoDrafter):
     name = "draft"
 
     def __init__(self, backend: Backend, model: Model, tap: Tap, options: EngineOptions, stats: Stats) -> None:
-        self.model: Model = model
+        self.model: Model | None = model
+        self._draft = model
         self.cache: KVCache | None = None
-        self.tap = tap
+        self.tap: Tap | None = tap
         self._last_row_tap = Tap(tap.heads, last_row_only=True)
         self._backend = backend
         self._options = options
@@ -57,10 +58,10 @@ class ModelDrafter(NoDrafter):
 
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
         """Read all but the last prompt token of each row; that one is fed with the first token the target emits."""
-        self.cache = self.model.new_cache(len(prompts), capacity)
+        self.cache = self._draft.new_cache(len(prompts), capacity)
         prefill(
             self._backend,
-            self.model,
+            self._draft,
             self.cache,
             [row[:-1] for row in prompts],
             self._options.prefill_chunk,
@@ -85,7 +86,7 @@ class ModelDrafter(NoDrafter):
             if self._options.sparse_draft and state.draft_set is not None:
                 token_set = backend.extend(state.draft_set, state.set_lengths, cache.lengths)
             self._count_read(cache, state, token_set is not None)
-            out = self.model.forward(fed, counts, cache, token_set=token_set, tap=self._last_row_tap, logits="last")
+            out = self._draft.forward(fed, counts, cache, token_set=token_set, tap=self._last_row_tap, logits="last")
             token, distribution = next_token(backend, out.logits, state, step, drafted)
             drafted.append(token)
             queries.append(out.queries)
@@ -106,7 +107,7 @@ class ModelDrafter(NoDrafter):
 
     def _count_read(self, cache: KVCache, state: RoundState, sparse: bool) -> None:
         rows = (min(n, self._options.budget) if sparse else n for n, on in zip(cache.lengths, state.active, strict=True) if on)
-        self.stats.draft_kv_bytes_read += sum(rows) * self.model.spec.bytes_per_kv_token
+        self.stats.draft_kv_bytes_read += sum(rows) * self._draft.spec.bytes_per_kv_token
 
 
 class SelfDrafter(NoDrafter):

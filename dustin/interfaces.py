@@ -246,7 +246,11 @@ class Backend(Protocol):
 
     # Sampling and acceptance.
     def extend(self, token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> TokenSet:
-        """A new set that also holds positions starts[b]..stops[b]-1, all above the set's own (rows younger than the set)."""
+        """A new set for rows that have moved on: entries below min(starts[b], stops[b]) stay, starts[b]..stops[b]-1 join."""
+        ...
+
+    def replace_rows(self, old: Mapping[int, Array], new: Mapping[int, Array], rows: Sequence[bool]) -> Mapping[int, Array]:
+        """Captured queries with row b from `new` where rows[b], else from `old`; both [B, R, S, D] of the same shape."""
         ...
 
     def probabilities(

@@ -19,6 +19,7 @@ class Stats:
     drafter: str = ""
     selector: str = ""
     scoring: str = ""
+    sequences: int = 0
     prompt_tokens: int = 0
     reused_prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -67,7 +68,7 @@ class Stats:
     @property
     def generation_tps(self) -> float:
         """Generated tokens per second of decoding (the first token belongs to the prefill)."""
-        return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return (self.generated_tokens - self.sequences) / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def kv_read_share(self) -> float:

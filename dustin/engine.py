@@ -1,0 +1,374 @@
+"""The rounds of METHOD section 5: draft -> select -> verify -> accept -> commit, over a batch of ragged sequences.
+
+The engine is policy over opaque arrays: every array operation is a method of the backend, and the host reads once a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import cast
+
+from dustin.config import EngineOptions
+from dustin.interfaces import (
+    AcceptanceRule,
+    Array,
+    Backend,
+    Drafter,
+    Drafts,
+    ForwardResult,
+    HostVerdict,
+    KVCache,
+    Model,
+    RoundState,
+    SelectionContext,
+    Selector,
+    Tap,
+    TokenSet,
+    Verdict,
+    WarpBatch,
+)
+from dustin.planning import AutoPlanner
+from dustin.prefill import prefill
+from dustin.sequence import Event, Sequence
+from dustin.stats import Stats
+
+Queries = Mapping[int, Array]
+
+
+class Engine:
+    """Runs one batch of sequences to their end; `start`, then `step` until nothing is active.
+
+    Modes (METHOD section 7): `ar`, `dense` (classic speculation), `sparse` (the paper), `rectified` (sparse, and every
+    `rectify_interval` tokens the newest rows are computed again densely), `exact` (sparse rounds propose a block, one dense
+    pass checks it), `auto` (a planner picks `ar` or `dense` per round).
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        target: Model,
+        drafter: Drafter,
+        selector: Selector,
+        rule: AcceptanceRule,
+        tap: Tap,
+        options: EngineOptions,
+        stats: Stats,
+    ) -> None:
+        self.backend = backend
+        self.target = target
+        self.drafter = drafter
+        self.selector = selector
+        self.rule = rule
+        self.tap = tap
+        self.options = options
+        self.stats = stats
+        self.rows: list[Sequence] = []
+        self.cache: KVCache | None = None
+        self.planner = AutoPlanner(target.spec, drafter.name, options.budget) if options.mode == "auto" else None
+        self._history: Queries | None = None
+        self._lagged: Queries | None = None
+        self._set: TokenSet | None = None
+        self._set_lengths: tuple[int, ...] = ()
+        self._uniforms: list[list[float]] = []
+
+    # Start.
+
+    def start(self, rows: list[Sequence], cache: KVCache, progress: Callable[[int, int], None] | None = None) -> list[Event]:
+        """Read the prompts densely and commit each row's first token. `cache` may already hold leading rows of the prompts."""
+        began = time.perf_counter()
+        self.rows, self.cache = rows, cache
+        self.stats.sequences += len(rows)
+        self.warp = warp_batch(rows)
+        seen = cache.lengths
+        self.stats.prompt_tokens += sum(row.prompt_length for row in rows)
+        self.stats.reused_prompt_tokens += sum(seen)
+        unread = [row.tokens[known:] for row, known in zip(rows, seen, strict=True)]
+        out = cast(ForwardResult, prefill(self.backend, self.target, cache, unread, self.options.prefill_chunk, self.tap, progress))
+        for row in rows:
+            row.dense_rows = row.prompt_length
+        self.drafter.start([row.tokens for row in rows], cache.capacity, progress)
+        # The first token is a verification without drafts.
+        none = Drafts(None, (0,) * len(rows))
+        self._uniforms = [row.uniforms.draw(1) for row in rows]
+        verdict = self._judge(none, out)
+        self._history = out.queries or None
+        events = self._commit(none, self._read(verdict, out), {row.row for row in rows}, count=False)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return events
+
+    @property
+    def active(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return any(row.active for row in self.rows)
+
+    def step(self) -> list[Event]:
+        """One round (in mode exact: one checked block) for all active rows; the committed tokens as events."""
+        began = time.perf_counter()
+        mode = self.options.mode
+        if self.planner is not None:
+            mode = self.planner.choose([row.committed for row in self.rows if row.active])
+        self.stats.mode_rounds[mode] += 1
+        before = self.stats.generated_tokens
+        if mode == "exact":
+            events = self._exact_block()
+        else:
+            events = self._round(mode)
+            if mode == "rectified":
+                self._rectify()
+        elapsed = time.perf_counter() - began
+        self.stats.decode_seconds += elapsed
+        if self.planner is not None:
+            self.planner.record(mode, self.stats.generated_tokens - before, elapsed)
+        return events
+
+    # One round.
+
+    def _round(self, mode: str) -> list[Event]:
+        taking = {row.row for row in self.rows if row.active}
+        sparse = mode not in ("ar", "dense")
+        drafts = self._draft(taking, 0 if mode == "ar" else self.options.num_draft_tokens, sparse)
+        token_set = self._select(drafts, taking) if sparse else None
+        out = self._verify(drafts, taking, token_set)
+        verdict = self._judge(drafts, out)
+        self._remember_history(out, verdict, taking)
+        return self._commit(drafts, self._read(verdict, out), taking, dense=not sparse)
+
+    def _draft(self, taking: set[int], most: int, sparse: bool) -> Drafts:
+        # A row may draft one less than it may still emit: verification adds a token of its own.
+        limits = tuple(max(0, min(most, row.remaining - 1)) if row.row in taking else 0 for row in self.rows)
+        self._uniforms = [
+            row.uniforms.draw(2 * self.options.num_draft_tokens + 1) if row.row in taking else [] for row in self.rows
+        ]
+        # Queries of a draft model serve the selection even where nothing may be drafted any more.
+        wants_lookahead = sparse and most > 0 and self.drafter.tap is not None and self.selector.needs_lookahead
+        if not any(limits) and not wants_lookahead:
+            return Drafts(None, limits)
+        state = RoundState(
+            tokens=[row.tokens for row in self.rows],
+            active=tuple(row.row in taking for row in self.rows),
+            num_drafts=limits,
+            max_drafts=most,
+            warp=self.warp,
+            uniforms=self._pad([row[:most] for row in self._uniforms], most),
+            context=self._penalty_context(),
+            target_cache=self._target_cache,
+            draft_set=self._set,
+            set_lengths=self._set_lengths,
+            select=lambda: self._select(Drafts(None, limits), taking),
+        )
+        return self.drafter.propose(state)
+
+    def _select(self, drafts: Drafts, taking: set[int]) -> TokenSet | None:
+        lookahead = drafts.queries
+        if self.options.lookahead_lag == 1:
+            # The set must not depend on drafts it will judge (exact sampling): use the previous round's.
+            lookahead, self._lagged = self._lagged, self._merged(self._lagged, drafts.queries, taking)
+        cache = self._target_cache
+        lengths = cache.lengths
+        context = SelectionContext(
+            self.backend, self.target, cache, lengths, self._history, self.tap, self.drafter.model, self.drafter.cache,
+            lookahead, self.drafter.tap,
+        )  # fmt: skip
+        chosen = self.selector.select(context)
+        if chosen is not None:
+            self._count_scoring(lookahead is not None)
+        self._set, self._set_lengths = chosen, lengths
+        return chosen
+
+    def _verify(self, drafts: Drafts, taking: set[int], token_set: TokenSet | None, all_rows: bool = False) -> ForwardResult:
+        pending = self.backend.tokens([[row.tokens[-1]] if row.row in taking else [] for row in self.rows])
+        fed = pending if drafts.tokens is None else self.backend.concat_tokens([pending, drafts.tokens])
+        counts = [1 + n if row.row in taking else 0 for row, n in zip(self.rows, drafts.num_drafts, strict=True)]
+        self._count_verification(counts, token_set)
+        return self.target.forward(fed, counts, self._target_cache, token_set=token_set, tap=self.tap, logits="all")
+
+    def _judge(self, drafts: Drafts, out: ForwardResult) -> Verdict:
+        width = max(drafts.num_drafts, default=0)
+        drawn = self._uniforms
+        most = self.options.num_draft_tokens
+        accept = self._pad([row[most : most + width] for row in drawn], width)
+        final = [row[-1] if row else 0.0 for row in drawn]
+        return self.rule.judge(self.backend, drafts, out.logits, self.warp, self._penalty_context(), accept, final)
+
+    def _read(self, verdict: Verdict, out: ForwardResult) -> HostVerdict:
+        wanted = [row.request.top_logprobs for row in self.rows if row.request.top_logprobs is not None]
+        return self.backend.read(verdict, out.logits if wanted else None, max(wanted) if wanted else None)
+
+    def _commit(self, drafts: Drafts, host: HostVerdict, taking: set[int], dense: bool = True, count: bool = True) -> list[Event]:
+        events: list[Event] = []
+        cache = self._target_cache
+        for row in self.rows:
+            if row.row not in taking:
+                continue
+            if not host.finite[row.row]:
+                events.append(row.fail(f"NaN or infinite logits after token {row.committed} of sequence {row.row}"))
+                continue
+            accepted = host.num_accepted[row.row]
+            if count:
+                self.stats.count_round(drafts.num_drafts[row.row], accepted)
+                self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed + i for i in range(accepted + 1)))
+            logprobs = host.logprobs[row.row] if host.logprobs and row.request.top_logprobs is not None else None
+            committed = row.commit(host.tokens[row.row][: accepted + 1], accepted, logprobs)
+            self.stats.generated_tokens += len(committed)
+            events += committed
+            if dense and row.dense_rows >= row.committed - len(committed) - 1:
+                row.dense_rows = row.committed - 1
+        self.stats.rounds += 1
+        self._roll_back(cache)
+        return events
+
+    def _roll_back(self, cache: KVCache) -> None:
+        """Drop rejected rows by length only: the last working token has no target KV yet."""
+        working = [len(row.tokens) for row in self.rows]
+        cache.rollback([min(have, length - 1) for have, length in zip(cache.lengths, working, strict=True)])
+        self.drafter.commit(working)
+
+    # Rectification and the dense check.
+
+    def _rectify(self) -> None:
+        """Rows older than the interval are computed again densely, in one causal pass, and overwritten (ReSA, SpecPV)."""
+        interval = self.options.rectify_interval
+        due = {row.row for row in self.rows if row.active and row.committed - 1 - row.dense_rows >= interval}
+        if not due:
+            return
+        cache = self._target_cache
+        before = cache.lengths
+        spans = [row.tokens[row.dense_rows : row.committed - 1] if row.row in due else [] for row in self.rows]
+        cache.rollback([row.dense_rows if row.row in due else length for row, length in zip(self.rows, before, strict=True)])
+        self._count_verification([len(span) for span in spans], None)
+        out = self.target.forward(
+            self.backend.tokens(spans),
+            [len(span) for span in spans],
+            cache,
+            tap=Tap(self.tap.heads, last_row_only=True),
+            logits="none",
+        )
+        self._history = self._merged(self._history, out.queries, due)
+        for row in self.rows:
+            if row.row in due:
+                row.dense_rows = row.committed - 1
+        self.stats.rectify_passes += 1
+        self.stats.rectified_tokens += sum(len(span) for span in spans)
+
+    def _exact_block(self) -> list[Event]:
+        """Two-level speculation: sparse rounds propose up to `exact_block` tokens, one dense pass checks them (TriForce)."""
+        base = self._target_cache.lengths
+        judged_by: list[list[tuple[Array, int]]] = [[] for _ in self.rows]
+        proposing = {row.row for row in self.rows if row.active and row.remaining > 1}
+        while proposing:
+            proposing = self._propose_provisionally(proposing, judged_by)
+        provisional = [row.tokens[row.committed :] if row.active else [] for row in self.rows]
+        for row in self.rows:
+            del row.tokens[row.committed :]
+        self._target_cache.rollback(base)
+        return self._dense_check(provisional, judged_by)
+
+    def _propose_provisionally(self, proposing: set[int], judged_by: list[list[tuple[Array, int]]]) -> set[int]:
+        """One sparse round whose tokens stay provisional; returns the rows that want another."""
+        drafts = self._draft(proposing, self.options.num_draft_tokens, True)
+        out = self._verify(drafts, proposing, self._select(drafts, proposing))
+        verdict = self._judge(drafts, out)
+        self._remember_history(out, verdict, proposing)
+        host = self.backend.read(verdict)
+        going = set()
+        for row in self.rows:
+            if row.row not in proposing:
+                continue
+            if not host.finite[row.row]:
+                # The dense check decides: it sees the same row and reports NaN if its own logits have it.
+                continue
+            accepted = host.num_accepted[row.row]
+            self.stats.count_round(drafts.num_drafts[row.row], accepted)
+            room = min(row.remaining - 1, self.options.exact_block - (len(row.tokens) - row.committed))
+            tokens = host.tokens[row.row][: accepted + 1][:room]
+            if verdict.probabilities is not None:
+                judged_by[row.row] += [(verdict.probabilities, i) for i in range(len(tokens))]
+            open_end = row.extend_provisionally(tokens)
+            if open_end and row.remaining > 1 and len(row.tokens) - row.committed < self.options.exact_block:
+                going.add(row.row)
+        self._roll_back(self._target_cache)
+        return going
+
+    def _dense_check(self, provisional: list[list[int]], judged_by: list[list[tuple[Array, int]]]) -> list[Event]:
+        counts = tuple(len(tokens) for tokens in provisional)
+        backend = self.backend
+        probabilities = None
+        if any(counts) and any(judged_by):
+            probabilities = backend.ragged_rows([parts[:n] for parts, n in zip(judged_by, counts, strict=True)])
+        drafts = Drafts(backend.tokens(provisional) if any(counts) else None, counts, probabilities)
+        taking = {row.row for row in self.rows if row.active}
+        out = self._verify(drafts, taking, None)
+        width = max(counts)
+        accept = self._pad(
+            [row.uniforms.draw(n) if row.row in taking else [] for row, n in zip(self.rows, counts, strict=True)], width
+        )
+        final = [row.uniforms.draw(1)[0] if row.row in taking else 0.0 for row in self.rows]
+        verdict = self.rule.judge(backend, drafts, out.logits, self.warp, self._penalty_context(), accept, final)
+        self._remember_history(out, verdict, taking)
+        host = self._read(verdict, out)
+        self.stats.dense_checks += len(taking)
+        self.stats.checked_tokens += sum(counts)
+        self.stats.check_accepted_tokens += sum(host.num_accepted[b] for b in taking)
+        for row in self.rows:
+            if row.row in taking:
+                tokens = sum(row.committed + i for i in range(host.num_accepted[row.row] + 1))
+                self.stats.kv_bytes_dense += self._kv_bytes(tokens)
+        return self._commit(drafts, host, taking, dense=True, count=False)
+
+    # Small pieces.
+
+    @property
+    def _target_cache(self) -> KVCache:
+        if self.cache is None:
+            raise RuntimeError("the engine was not started: call start first")
+        return self.cache
+
+    def _remember_history(self, out: ForwardResult, verdict: Verdict, taking: set[int]) -> None:
+        if out.queries:
+            self._history = self._merged(self._history, self.backend.gather_rows(out.queries, verdict.num_accepted), taking)
+
+    def _merged(self, old: Queries | None, new: Queries | None, taking: set[int]) -> Queries | None:
+        """Fresh queries of the rows that took part; the others keep theirs."""
+        if not new or not old:
+            return new or old
+        if all(row.row in taking or not row.active for row in self.rows):
+            return new
+        return self.backend.replace_rows(old, new, [row.row in taking for row in self.rows])
+
+    def _penalty_context(self) -> list[list[int]] | None:
+        return [row.tokens for row in self.rows] if self.warp.penalised else None
+
+    @staticmethod
+    def _pad(rows: list[list[float]], width: int) -> list[list[float]]:
+        return [row + [0.0] * (width - len(row)) for row in rows]
+
+    def _kv_bytes(self, tokens: int) -> int:
+        return tokens * self.target.spec.bytes_per_kv_token
+
+    def _count_verification(self, counts: Seq[int], token_set: TokenSet | None) -> None:
+        budget = self.options.budget if token_set is not None else None
+        rows = zip(counts, self._target_cache.lengths, strict=True)
+        self.stats.kv_bytes_read += self._kv_bytes(sum(min(n, budget) if budget else n for count, n in rows if count))
+
+    def _count_scoring(self, with_draft: bool) -> None:
+        """Scoring reads the keys (half of K and V) of the kv heads that serve the scoring heads."""
+        models = [(self.target, self.tap, self._target_cache, "kv_bytes_read")] if self.selector.needs_history else []
+        if with_draft and self.drafter.model and self.drafter.tap and self.drafter.cache:
+            models.append((self.drafter.model, self.drafter.tap, self.drafter.cache, "draft_kv_bytes_read"))
+        active = [row.row for row in self.rows if row.active]
+        for model, tap, cache, counter in models:
+            spec = model.spec
+            group = spec.num_heads // spec.num_kv_heads
+            heads = sum(len({head // group for head in chosen}) for chosen in tap.heads.values())
+            tokens = sum(cache.lengths[b] for b in active)
+            scored = tokens * spec.bytes_per_kv_token * heads // (2 * spec.num_layers * spec.num_kv_heads)
+            setattr(self.stats, counter, getattr(self.stats, counter) + scored)
+
+
+def warp_batch(rows: list[Sequence]) -> WarpBatch:
+    """The sampling parameters of a batch, a tuple each."""
+    samplings = [row.request.sampling for row in rows]
+    names = WarpBatch.__dataclass_fields__
+    return WarpBatch(**{name: tuple(getattr(sampling, name) for sampling in samplings) for name in names})

@@ -1,0 +1,339 @@
+"""The Python API: `load` a model (and a draft), then `generate`, `stream_generate` or `batch_generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dustin.acceptance import SpeculativeAcceptance
+from dustin.config import EngineOptions, RequestOptions
+from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
+from dustin.engine import Engine
+from dustin.errors import ContextLengthError, NumericsError, UsageError
+from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
+from dustin.selection import create_selector, draft_tap, target_tap
+from dustin.sequence import Event, Sequence, TextSink
+from dustin.stats import Stats
+from dustin.text import TextStream, Tokenizer, check_compatible
+
+Prompt = str | Seq[int] | Seq[dict[str, str]]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """One streamed token (mlx-lm's names). `text` is new text, never taken back; counters are those so far."""
+
+    text: str
+    token: int
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None
+    logprobs: TokenLogprobs | None
+    stats: Stats
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """vLLM's block: `{"speculative_decoding": {...}}`."""
+        return {"speculative_decoding": self.stats.as_dict()["speculative_decoding"]}
+
+
+@dataclass
+class GenerationResult:
+    """One finished request; `tokens` are the generated ones (an end-of-sequence token included)."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    error: str | None = None
+
+
+class Session:
+    """A loaded model, its draft and tokenizer. One batch runs at a time.
+
+    With `prefix_cache` the KV of the last single conversation is kept, and a prompt that continues it reads only what is
+    new; rows that sparse attention wrote are read again densely, so the answer equals a cold run's.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        target: Model,
+        tokenizer: Tokenizer | None,
+        options: EngineOptions,
+        draft: Model | None = None,
+    ) -> None:
+        self.backend = backend
+        self.target = target
+        self.draft = draft
+        self.tokenizer = tokenizer
+        self.options = options
+        self.prefix_cache = False
+        self._kept: tuple[list[int], KVCache] | None = None
+
+    # Calls.
+
+    def generate(self, prompt: Prompt, request: RequestOptions | None = None, progress: Progress | None = None) -> GenerationResult:
+        """Generate to the end. Raise NumericsError on NaN logits, ContextLengthError when the prompt does not fit."""
+        result = self.batch_generate([prompt], [request or RequestOptions()], progress)[0]
+        if result.error:
+            raise NumericsError(result.error)
+        return result
+
+    def stream_generate(
+        self, prompt: Prompt, request: RequestOptions | None = None, progress: Progress | None = None
+    ) -> Iterator[GenerationResponse]:
+        """Generate token by token. Closing the iterator ends the request and keeps what was committed."""
+        run = self._start([prompt], [request or RequestOptions()])
+        try:
+            for event in run.events(progress):
+                if event.finish_reason == "error":
+                    raise NumericsError(run.rows[0].error or "NaN logits")
+                yield self._response(event, run)
+        finally:
+            self._keep(run)
+
+    def batch_generate(
+        self, prompts: Seq[Prompt], requests: Seq[RequestOptions] | RequestOptions, progress: Progress | None = None
+    ) -> list[GenerationResult]:
+        """Generate for several prompts at once, each with its own request; greedy rows equal their single runs."""
+        if isinstance(requests, RequestOptions):
+            requests = [requests] * len(prompts)
+        if len(requests) != len(prompts):
+            raise UsageError(f"{len(requests)} requests for {len(prompts)} prompts, expected one each or one for all")
+        if not prompts:
+            return []
+        run = self._start(prompts, requests)
+        texts: list[list[str]] = [[] for _ in prompts]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        for event in run.events(progress):
+            texts[event.row].append(event.text)
+            if event.logprobs is not None:
+                logprobs[event.row].append(event.logprobs)
+        self._keep(run)
+        return [
+            GenerationResult(
+                "".join(texts[row.row]), row.generated, row.finish_reason or "error", logprobs[row.row], run.stats, row.error
+            )
+            for row in run.rows
+        ]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a raw string, of chat messages (through the model's template), or of ids themselves."""
+        if isinstance(prompt, str):
+            return list(self._need_tokenizer().encode(prompt))
+        if prompt and isinstance(prompt[0], dict):
+            return list(self._need_tokenizer().apply_chat_template(list(prompt)))  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+    # Inside.
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UsageError("this session has no tokenizer: pass token ids")
+        return self.tokenizer
+
+    def _start(self, prompts: Seq[Prompt], requests: Seq[RequestOptions]) -> Run:
+        options = self._resolved(requests)
+        stats = Stats(mode=options.mode, drafter=options.drafter, selector=options.selector)
+        ids = [self.encode(prompt) for prompt in prompts]
+        rows = [
+            Sequence(row, tokens, request, self._limit(tokens, request, options, stats), self._eos(), self._sink(request))
+            for row, (tokens, request) in enumerate(zip(ids, requests, strict=True))
+        ]
+        capacity = max(row.prompt_length + row.limit for row in rows) + options.num_draft_tokens + 1
+        cache = self._reusable(ids, capacity)
+        if cache is None:
+            # A conversation grows: room for the next turns saves reading the document again.
+            roomy = min(2 * capacity, max(capacity, self.target.spec.context_length)) if self.prefix_cache else capacity
+            cache = self.target.new_cache(len(rows), roomy)
+        tap = target_tap(self.target.spec)
+        drafter = self._drafter(options, stats)
+        if options.mode in ("sparse", "rectified", "exact") or drafter.name == "self":
+            stats.scoring = _scoring_text(tap.heads, drafter)
+        engine = Engine(self.backend, self.target, drafter, create_selector(options), SpeculativeAcceptance(), tap, options, stats)
+        return Run(engine, rows, cache, stats, self.backend)
+
+    def _resolved(self, requests: Seq[RequestOptions]) -> EngineOptions:
+        """Options with every `auto` of drafter and lag replaced; refuse combinations that cannot work."""
+        options = self.options
+        drafter = options.drafter
+        if drafter == "auto":
+            if self.draft is not None:
+                drafter = "draft"
+            else:
+                drafter = {"auto": "self", "dense": "self", "ar": "none", "exact": "none"}.get(options.mode, "lookup")
+        if drafter == "draft" and self.draft is None:
+            raise UsageError("drafter is 'draft' but no draft model is loaded: give --draft-model, or --drafter lookup or self")
+        if options.mode == "ar":
+            drafter = "none"
+        if drafter == "none" and options.mode in ("dense", "auto"):
+            raise UsageError(f"mode {options.mode!r} needs a drafter, got 'none': use --mode ar for plain decoding")
+        if drafter == "self" and options.mode == "exact":
+            drafter = "none"  # In exact mode the sparse target proposes the block itself, one token a round.
+        if drafter == "self" and options.mode in ("sparse", "rectified"):
+            raise UsageError(
+                f"drafter 'self' drafts with the attention that mode {options.mode!r} verifies with, so it gains nothing: "
+                "use --mode dense or exact, or --drafter lookup or a draft model"
+            )
+        if options.selector == "lookahead" and drafter != "draft" and options.mode in ("sparse", "rectified", "exact"):
+            raise UsageError("selector 'lookahead' scores with a draft model's queries: give --draft-model or --select history")
+        lag = options.lookahead_lag
+        sampled = any(request.sampling.temperature > 0 for request in requests)
+        if options.mode == "exact" and sampled and drafter == "draft":
+            if lag == 0:
+                raise UsageError("exact sampling needs lookahead_lag 1, got 0: the set must not depend on the drafts it judges")
+            lag = 1
+        return replace(options, drafter=drafter, lookahead_lag=lag or 0)
+
+    def _drafter(self, options: EngineOptions, stats: Stats) -> Drafter:
+        if options.drafter == "draft" and self.draft is not None:
+            return ModelDrafter(self.backend, self.draft, draft_tap(self.draft.spec), options, stats)
+        if options.drafter == "self":
+            return SelfDrafter(self.backend, self.target, options, stats)
+        return LookupDrafter(self.backend) if options.drafter == "lookup" else NoDrafter()
+
+    def _limit(self, prompt: list[int], request: RequestOptions, options: EngineOptions, stats: Stats) -> int:
+        """Tokens this request may generate: max_tokens, or what the contexts (of target and draft) leave."""
+        if not prompt:
+            raise UsageError("the prompt is empty: give at least one token of text")
+        vocab = self.target.spec.vocab_size
+        wrong = next((token for token in prompt if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise UsageError(f"prompt token {wrong} is outside the vocabulary of {vocab} tokens")
+        rooms = {f"context of {self.target.spec.name}": self.target.spec.context_length}
+        if options.drafter == "draft" and self.draft is not None:
+            rooms[f"context of draft {self.draft.spec.name}"] = self.draft.spec.context_length - options.num_draft_tokens
+        if options.max_kv_size is not None:
+            rooms["--max-kv-size"] = options.max_kv_size - options.num_draft_tokens - 1
+        what, room = min(rooms.items(), key=lambda item: item[1])
+        if len(prompt) >= room:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens, but the {what} leaves room for {max(room - 1, 0)}: shorten the prompt "
+                "or use a model with a longer context"
+            )
+        left = room - len(prompt)
+        if request.max_tokens > left:
+            stats.warnings.append(f"max_tokens lowered from {request.max_tokens} to {left} by the {what} ({room} tokens)")
+        return min(request.max_tokens, left)
+
+    def _eos(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_ids) if self.tokenizer is not None else frozenset()
+
+    def _sink(self, request: RequestOptions) -> TextSink | None:
+        if self.tokenizer is None:
+            if request.stop:
+                raise UsageError("stop strings need a tokenizer, and this session has none")
+            return None
+        return TextStream(self.tokenizer, request.stop)
+
+    def _reusable(self, ids: list[list[int]], capacity: int) -> KVCache | None:
+        kept, self._kept = self._kept, None
+        if kept is None or not self.prefix_cache or len(ids) != 1 or kept[1].capacity < capacity:
+            return None
+        tokens, cache = kept
+        # At least one prompt token is read again: its logits give the first token.
+        most = min(len(tokens), len(ids[0]) - 1)
+        common = next((i for i in range(most) if tokens[i] != ids[0][i]), most)
+        cache.rollback([min(common, *cache.lengths)])
+        return cache
+
+    def _keep(self, run: Run) -> None:
+        run.finish()
+        if self.prefix_cache and len(run.rows) == 1 and run.rows[0].finish_reason != "error":
+            row = run.rows[0]
+            rows = min(row.dense_rows, *run.cache.lengths)
+            self._kept = (row.tokens[:rows], run.cache)
+
+    def _response(self, event: Event, run: Run) -> GenerationResponse:
+        stats = run.stats
+        return GenerationResponse(
+            event.text,
+            event.token,
+            event.from_draft,
+            stats.prompt_tokens,
+            stats.prompt_tps,
+            len(run.rows[event.row].generated),
+            stats.generation_tps,
+            stats.peak_memory_bytes / 1e9,
+            event.finish_reason,
+            event.logprobs,
+            stats,
+        )
+
+
+@dataclass
+class Run:
+    """One batch on its way."""
+
+    engine: Engine
+    rows: list[Sequence]
+    cache: KVCache
+    stats: Stats
+    backend: Backend
+
+    def events(self, progress: Progress | None) -> Iterator[Event]:
+        """All events in order of commitment."""
+        events = self.engine.start(self.rows, self.cache, progress)
+        self.stats.peak_memory_bytes = self.backend.peak_memory_bytes()
+        yield from events
+        while self.engine.active:
+            events = self.engine.step()
+            self.stats.peak_memory_bytes = self.backend.peak_memory_bytes()
+            yield from events
+
+    def finish(self) -> None:
+        """Drop provisional tokens of a run that was cut short."""
+        for row in self.rows:
+            del row.tokens[row.committed :]
+
+
+def load(
+    model: str | None = None,
+    draft_model: str | None = None,
+    *,
+    backend: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    options: EngineOptions | None = None,
+) -> Session:
+    """Load a target (and a draft): a known name, a hub id, a folder of safetensors or a .gguf file; None is the default model.
+
+    Raise ModelError when a model cannot be found or read, TokenizerMismatch naming the first differing token.
+    """
+    from dustin import models, registry
+
+    engine = registry.create(backend, device)
+    source = models.resolve(model or models.DEFAULT)
+    draft_source = models.resolve(draft_model) if draft_model else None
+    tokenizer = Tokenizer.load(source)
+    if draft_source is not None:
+        check_compatible(tokenizer, Tokenizer.load(draft_source))
+    target = engine.load(source, dtype=dtype)
+    draft = engine.load(draft_source, dtype=dtype) if draft_source is not None else None
+    if draft is not None:
+        # Padded vocabularies differ in size between models of one family; the shared tokens are what counts.
+        shared = min(target.spec.vocab_size, draft.spec.vocab_size)
+        target.limit_vocabulary(shared)
+        draft.limit_vocabulary(shared)
+    return Session(engine, target, tokenizer, options or EngineOptions(), draft)
+
+
+def generate(prompt: Prompt, model: str | None = None, draft_model: str | None = None, **request: Any) -> GenerationResult:
+    """One call: load, generate, return. Keyword arguments are those of RequestOptions."""
+    return load(model, draft_model).generate(prompt, RequestOptions(**request))
+
+
+def _scoring_text(target_heads: Any, drafter: Drafter) -> str:
+    parts = ["heuristic, target layers " + ", ".join(str(layer) for layer in target_heads)]
+    if drafter.tap is not None:
+        parts.append("draft layers " + ", ".join(str(layer) for layer in drafter.tap.heads))
+    return "; ".join(parts) + " (all heads)"
