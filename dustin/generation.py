@@ -141,7 +141,7 @@ class Session:
             raise UsageError("this session has no tokenizer: pass token ids")
         return self.tokenizer
 
-    def _start(self, prompts: Seq[Prompt], requests: Seq[RequestOptions]) -> Run:
+    def _start(self, prompts: Seq[Prompt], requests: Seq[RequestOptions], cache: KVCache | None = None) -> Run:
         options = self._resolved(requests)
         stats = Stats(mode=options.mode, drafter=options.drafter, selector=options.selector)
         ids = [self.encode(prompt) for prompt in prompts]
@@ -150,7 +150,7 @@ class Session:
             for row, (tokens, request) in enumerate(zip(ids, requests, strict=True))
         ]
         capacity = max(row.prompt_length + row.limit for row in rows) + options.num_draft_tokens + 1
-        cache = self._reusable(ids, capacity)
+        cache = cache or self._reusable(ids, capacity)
         if cache is None:
             # A conversation grows: room for the next turns saves reading the document again.
             roomy = min(2 * capacity, max(capacity, self.target.spec.context_length)) if self.prefix_cache else capacity

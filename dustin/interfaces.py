@@ -89,8 +89,8 @@ class KVCache(Protocol):
         """Shorten each sequence to `lengths[b]`; return how many rows each dropped. Raise ValueError on a longer length."""
         ...
 
-    def take(self, rows: Sequence[int]) -> KVCache:
-        """A new, independent cache with the given rows (a row may repeat); the kept rows of each are copied."""
+    def take(self, rows: Sequence[int], capacity: int | None = None) -> KVCache:
+        """A new, independent cache with copies of the given rows (a row may repeat), of the same capacity or another."""
         ...
 
 
