@@ -1,0 +1,105 @@
+"""Keys and values of B ragged sequences in float64. A row that holds nothing is NaN, so any read of it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dustin.errors import MemoryLimitError
+
+Floats = npt.NDArray[np.float64]
+_BYTES = 8
+
+
+def available_bytes() -> int | None:
+    """Free memory as the kernel reports it, or None where it does not (only Linux does)."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def check_lengths(name: str, values: Sequence[int], batch: int, low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
+    """The values as ints, one a sequence, each in low[b]..high[b]. Raise ValueError that names the row."""
+    if len(values) != batch:
+        raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {batch} sequences")
+    for b, value in enumerate(values):
+        if not low[b] <= value <= high[b]:
+            raise ValueError(f"{name}[{b}] is {value}, expected {low[b]} to {high[b]}")
+    return tuple(int(value) for value in values)
+
+
+class Cache:
+    """The KVCache of METHOD section 2: per layer K and V [B, Nmax, Hkv, D], valid up to `lengths[b]`, NaN elsewhere."""
+
+    def __init__(self, num_layers: int, batch: int, capacity: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raise ValueError on a shape below 1 and MemoryLimitError where it does not fit the free memory."""
+        for name, value in (("batch", batch), ("capacity", capacity)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected 1 or more")
+        shape = (batch, capacity, num_kv_heads, head_dim)
+        self.capacity = capacity
+        self.num_bytes = 2 * num_layers * int(np.prod(shape, dtype=object)) * _BYTES
+        available = available_bytes()
+        if available is not None and self.num_bytes > available:
+            raise MemoryLimitError(
+                f"the KV cache asks for {self.num_bytes} bytes ({batch} sequences of {capacity} tokens), "
+                f"{available} are available: lower --max-kv-size or the batch"
+            )
+        self.keys = [np.full(shape, np.nan) for _ in range(num_layers)]
+        self.values = [np.full(shape, np.nan) for _ in range(num_layers)]
+        self._lengths = (0,) * batch
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Valid rows of each sequence."""
+        return self._lengths
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return len(self._lengths)
+
+    def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
+        """num_tokens as ints if each sequence has room for its share; raise ValueError if not."""
+        room = [self.capacity - length for length in self._lengths]
+        return check_lengths("num_tokens", num_tokens, self.batch, [0] * self.batch, room)
+
+    def write(self, layer: int, num_tokens: Sequence[int], keys: Floats, values: Floats) -> None:
+        """Put the first num_tokens[b] rows of keys, values [B, T, Hkv, D] behind the valid rows. Lengths stay: see `advance`."""
+        self.check_room(num_tokens)
+        for b, count in enumerate(num_tokens):
+            span = slice(self._lengths[b], self._lengths[b] + count)
+            self.keys[layer][b, span] = keys[b, :count]
+            self.values[layer][b, span] = values[b, :count]
+
+    def advance(self, num_tokens: Sequence[int]) -> None:
+        """Count the rows that every layer has written."""
+        counts = self.check_room(num_tokens)
+        self._lengths = tuple(length + count for length, count in zip(self._lengths, counts, strict=True))
+
+    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shorten to lengths[b]; the dropped rows become NaN. Return how many each dropped. ValueError on a longer length."""
+        new = check_lengths("lengths", lengths, self.batch, [0] * self.batch, self._lengths)
+        for store in (*self.keys, *self.values):
+            for b, length in enumerate(new):
+                store[b, length:] = np.nan
+        dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
+        self._lengths = new
+        return dropped
+
+    def take(self, rows: Sequence[int]) -> Cache:
+        """A new cache of the given sequences (repeats allowed) that shares no memory with this one."""
+        check_lengths("rows", rows, len(rows), [0] * len(rows), [self.batch - 1] * len(rows))
+        num_kv_heads, head_dim = self.keys[0].shape[2:]
+        other = Cache(len(self.keys), len(rows), self.capacity, num_kv_heads, head_dim)
+        for mine, its in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            its[:] = mine[list(rows)]
+        other._lengths = tuple(self._lengths[row] for row in rows)
+        return other

@@ -1,0 +1,107 @@
+"""A NumpyModel from a Hugging Face folder: config.json and *.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dustin.backends.numpy_reference.cache import Floats
+from dustin.backends.numpy_reference.model import ModelConfig, NumpyModel
+
+from dustin.errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding width of each layer. Mistral slides everywhere, Qwen where it is switched on, and then from a layer on."""
+    window = config.get("sliding_window")
+    if not window or architecture == "LlamaForCausalLM":
+        return ()
+    if architecture == "MistralForCausalLM":
+        sliding = [True] * num_layers
+    elif not config.get("use_sliding_window"):
+        return ()
+    elif kinds := config.get("layer_types"):
+        sliding = [kind == "sliding_attention" for kind in kinds]
+    else:
+        sliding = [i >= config.get("max_window_layers", 0) for i in range(num_layers)]
+    return tuple(window if slides else None for slides in sliding)
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a parsed config.json. Raise ModelError on an unsupported architecture or a missing field."""
+    architecture = (config.get("architectures") or [None])[0]
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"architecture is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act is {config['hidden_act']!r}, expected silu")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    attention_bias = bool(config.get("attention_bias", False))
+    try:
+        num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+        return ModelConfig(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            context_length=config["max_position_embeddings"],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
+            rope_scaling=scaling,
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+            output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_softcap=config.get("attn_logit_softcapping"),
+            windows=_windows(config, architecture, num_layers),
+            architecture=architecture,
+        )
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error}: the model folder is incomplete") from error
+
+
+def to_float64(data: bytes, dtype: str, shape: tuple[int, ...], name: str) -> Floats:
+    """A float64 array from little-endian bytes. bf16 is the upper half of fp32. Raise ModelError on any other dtype."""
+    if dtype == "BF16":
+        wide = np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16
+        return wide.view(np.float32).astype(np.float64).reshape(shape)
+    if dtype not in _DTYPES:
+        raise ModelError(f"tensor {name} has dtype {dtype}, expected BF16, {', '.join(_DTYPES)}")
+    return np.frombuffer(data, dtype=_DTYPES[dtype]).astype(np.float64).reshape(shape)
+
+
+def read_tensors(path: Path) -> dict[str, Floats]:
+    """Every tensor of one safetensors file. Raise ModelError when it is truncated or no safetensors file."""
+    from safetensors import SafetensorError, deserialize
+
+    try:
+        entries = deserialize(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}. Fetch it again") from error
+    return {name: to_float64(bytes(e["data"]), e["dtype"], tuple(e["shape"]), name) for name, e in entries}
+
+
+def load(source: Path) -> NumpyModel:
+    """The model in folder `source`. Raise ModelError that says what is missing or damaged."""
+    if not source.is_dir():
+        raise ModelError(f"{source} is no folder; the numpy backend reads folders of safetensors (for .gguf use the torch backend)")
+    try:
+        parsed = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source / 'config.json'} cannot be read: {error}") from error
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{source} holds no .safetensors file")
+    weights: dict[str, Floats] = {}
+    for path in files:
+        weights.update(read_tensors(path))
+    return NumpyModel(config_from_hf(parsed), weights, name=source.name)
