@@ -90,3 +90,24 @@ class StopMatcher:
             if text.endswith(stop[:size]):
                 return size
         return 0
+
+
+class TextStream:
+    """Detokenizer and StopMatcher in one: tokens in, text to show out, `stopped` once a stop string is complete."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._matcher = StopMatcher(stops)
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """New text; never taken back, never from a stop string on."""
+        text = self._matcher.add(self._detokenizer.add(token))
+        self.stopped = self._matcher.stopped
+        return text
+
+    def finish(self) -> str:
+        """What was held back (nothing after a stop string)."""
+        text = self._matcher.add(self._detokenizer.finish())
+        self.stopped = self._matcher.stopped
+        return text if self.stopped else text + self._matcher.finish()

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dustin.chat_template import render
-from dustin.detokenizer import Detokenizer, StopMatcher
+from dustin.detokenizer import Detokenizer, StopMatcher, TextStream
 from dustin.errors import ModelError, TokenizerMismatch, UsageError
 
-__all__ = ["Detokenizer", "StopMatcher", "Tokenizer", "check_compatible"]
+__all__ = ["Detokenizer", "StopMatcher", "TextStream", "Tokenizer", "check_compatible"]
 
 
 def _byte_alphabet() -> dict[str, int]:
