@@ -23,9 +23,10 @@ class SpeculativeAcceptance:
         next_uniforms: Sequence[float],
     ) -> Verdict:
         """A Verdict; no host read."""
+        tokens = drafts.tokens if drafts.tokens is not None else backend.tokens([[]] * len(drafts.num_drafts))
         if warp.greedy and not warp.penalised:
-            return backend.accept_greedy(drafts.tokens, drafts.num_drafts, logits)
+            return backend.accept_greedy(tokens, drafts.num_drafts, logits)
         target = backend.probabilities(logits, warp, context, drafts.tokens)
         return backend.accept_sampled(
-            drafts.tokens, drafts.num_drafts, drafts.probabilities, target, logits, accept_uniforms, next_uniforms
+            tokens, drafts.num_drafts, drafts.probabilities, target, logits, accept_uniforms, next_uniforms
         )

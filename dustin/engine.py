@@ -166,15 +166,16 @@ class Engine:
             # The set must not depend on drafts it will judge (exact sampling): use the previous round's.
             lookahead, self._lagged = self._lagged, self._merged(self._lagged, drafts.queries, taking)
         cache = self._target_cache
-        lengths = cache.lengths
+        # Rows that take no part have nothing to score: their draft may lag behind their provisional tokens.
+        lengths = tuple(n if row.row in taking else 0 for row, n in zip(self.rows, cache.lengths, strict=True))
         context = SelectionContext(
             self.backend, self.target, cache, lengths, self._history, self.tap, self.drafter.model, self.drafter.cache,
             lookahead, self.drafter.tap,
         )  # fmt: skip
         chosen = self.selector.select(context)
         if chosen is not None:
-            self._count_scoring(lookahead is not None)
-        self._set, self._set_lengths = chosen, lengths
+            self._count_scoring(lookahead is not None, lengths)
+        self._remember_set(chosen, lengths, taking)
         return chosen
 
     def _verify(self, drafts: Drafts, taking: set[int], token_set: TokenSet | None, all_rows: bool = False) -> ForwardResult:
@@ -329,6 +330,20 @@ class Engine:
         if out.queries:
             self._history = self._merged(self._history, self.backend.gather_rows(out.queries, verdict.num_accepted), taking)
 
+    def _remember_set(self, chosen: TokenSet | None, lengths: tuple[int, ...], taking: set[int]) -> None:
+        """For the draft's next round; rows that took no part keep their older set."""
+        waiting = [row.active and row.row not in taking for row in self.rows]
+        if self._set is None or not any(waiting):
+            self._set, self._set_lengths = chosen, lengths
+            return
+        old = zip(waiting, self._set_lengths, lengths, strict=True)
+        if chosen is None:
+            # The rows of this round fit the budget: from length 0 on, everything joins their set.
+            self._set_lengths = tuple(then if waits else 0 for waits, then, _ in old)
+        else:
+            self._set = self.backend.replace_set_rows(self._set, chosen, [not waits for waits in waiting])
+            self._set_lengths = tuple(then if waits else now for waits, then, now in old)
+
     def _merged(self, old: Queries | None, new: Queries | None, taking: set[int]) -> Queries | None:
         """Fresh queries of the rows that took part; the others keep theirs."""
         if not new or not old:
@@ -352,18 +367,16 @@ class Engine:
         rows = zip(counts, self._target_cache.lengths, strict=True)
         self.stats.kv_bytes_read += self._kv_bytes(sum(min(n, budget) if budget else n for count, n in rows if count))
 
-    def _count_scoring(self, with_draft: bool) -> None:
+    def _count_scoring(self, with_draft: bool, lengths: Seq[int]) -> None:
         """Scoring reads the keys (half of K and V) of the kv heads that serve the scoring heads."""
-        models = [(self.target, self.tap, self._target_cache, "kv_bytes_read")] if self.selector.needs_history else []
-        if with_draft and self.drafter.model and self.drafter.tap and self.drafter.cache:
-            models.append((self.drafter.model, self.drafter.tap, self.drafter.cache, "draft_kv_bytes_read"))
-        active = [row.row for row in self.rows if row.active]
-        for model, tap, cache, counter in models:
+        models = [(self.target, self.tap, "kv_bytes_read")] if self.selector.needs_history else []
+        if with_draft and self.drafter.model and self.drafter.tap:
+            models.append((self.drafter.model, self.drafter.tap, "draft_kv_bytes_read"))
+        for model, tap, counter in models:
             spec = model.spec
             group = spec.num_heads // spec.num_kv_heads
             heads = sum(len({head // group for head in chosen}) for chosen in tap.heads.values())
-            tokens = sum(cache.lengths[b] for b in active)
-            scored = tokens * spec.bytes_per_kv_token * heads // (2 * spec.num_layers * spec.num_kv_heads)
+            scored = sum(lengths) * spec.bytes_per_kv_token * heads // (2 * spec.num_layers * spec.num_kv_heads)
             setattr(self.stats, counter, getattr(self.stats, counter) + scored)
 
 

@@ -253,6 +253,10 @@ class Backend(Protocol):
         """Captured queries with row b from `new` where rows[b], else from `old`; both [B, R, S, D] of the same shape."""
         ...
 
+    def replace_set_rows(self, old: TokenSet, new: TokenSet, rows: Sequence[bool]) -> TokenSet:
+        """A set with row b from `new` where rows[b], else from `old`; the two may differ in width."""
+        ...
+
     def probabilities(
         self, logits: Array, warp: WarpBatch, context: Sequence[Sequence[int]] | None, inflight: Array | None
     ) -> Array:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
 from dustin.backends.numpy_reference import loading, ops, sampling
 from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
 from dustin.backends.numpy_reference.model import NumpyModel
 from dustin.backends.numpy_reference.ops import Ints
-
 from dustin.errors import UsageError
 from dustin.interfaces import HostVerdict, Tap, TokenLogprobs, TokenSet, Verdict, WarpBatch
 
@@ -39,7 +39,7 @@ class NumpyBackend:
 
     def tokens(self, rows: Sequence[Sequence[int]]) -> Ints:
         """[B, T] int64, short rows padded with 0."""
-        out = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+        out = np.zeros((len(rows), max((len(row) for row in rows), default=0)), dtype=np.int64)
         for b, row in enumerate(rows):
             out[b, : len(row)] = row
         return out
@@ -101,6 +101,35 @@ class NumpyBackend:
             num_recent_tokens=num_recent_tokens,
             num_draft_selected=num_draft_selected,
         )
+
+    def extend(self, token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> TokenSet:
+        """Entries below min(starts[b], stops[b]), then starts[b]..stops[b]-1."""
+        rows = []
+        for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            kept = np.asarray(token_set.indices[b][: int(token_set.counts[b])])
+            rows.append(np.concatenate([kept[kept < min(start, stop)], np.arange(start, stop)]))
+        indices = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int32)
+        for b, row in enumerate(rows):
+            indices[b, : len(row)] = row
+        return TokenSet(indices, np.array([len(row) for row in rows], dtype=np.int32), token_set.dense_layers)
+
+    def replace_rows(
+        self, old: Mapping[int, Floats], new: Mapping[int, Floats], rows: Sequence[bool]
+    ) -> Mapping[int, Floats]:
+        """Row b from `new` where rows[b], else from `old`."""
+        taken = np.asarray(rows, dtype=bool)[:, None, None, None]
+        return {layer: np.where(taken, new[layer], old[layer]) for layer in new}
+
+    def replace_set_rows(self, old: TokenSet, new: TokenSet, rows: Sequence[bool]) -> TokenSet:
+        """Row b from `new` where rows[b], else from `old`; padded to the wider of the two."""
+        width = max(old.indices.shape[1], new.indices.shape[1])
+        indices = np.zeros((len(rows), width), dtype=np.int32)
+        counts = np.zeros(len(rows), dtype=np.int32)
+        for b, fresh in enumerate(rows):
+            source = new if fresh else old
+            counts[b] = source.counts[b]
+            indices[b, : counts[b]] = source.indices[b, : counts[b]]
+        return TokenSet(indices, counts, new.dense_layers)
 
     def probabilities(
         self, logits: Floats, warp: WarpBatch, context: Sequence[Sequence[int]] | None, inflight: Ints | None

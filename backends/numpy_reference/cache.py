@@ -94,12 +94,21 @@ class Cache:
         self._lengths = new
         return dropped
 
-    def take(self, rows: Sequence[int]) -> Cache:
+    def take(self, rows: Sequence[int], capacity: int | None = None) -> Cache:
         """A new cache of the given sequences (repeats allowed) that shares no memory with this one."""
         check_lengths("rows", rows, len(rows), [0] * len(rows), [self.batch - 1] * len(rows))
         num_kv_heads, head_dim = self.keys[0].shape[2:]
-        other = Cache(len(self.keys), len(rows), self.capacity, num_kv_heads, head_dim)
+        lengths = tuple(self._lengths[row] for row in rows)
+        room = self.capacity if capacity is None else capacity
+        if room < max(lengths, default=0):
+            raise ValueError(f"capacity is {room}, expected at least the {max(lengths)} rows to keep")
+        other = Cache(len(self.keys), len(rows), room, num_kv_heads, head_dim)
         for mine, its in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-            its[:] = mine[list(rows)]
-        other._lengths = tuple(self._lengths[row] for row in rows)
+            for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                its[b, :length] = mine[row, :length]
+        other._lengths = lengths
         return other
+
+    def rows(self, b: int, layer: int) -> tuple[Floats, Floats]:
+        """Keys and values [length, Hkv, D] of sequence b in a layer, for tests."""
+        return self.keys[layer][b, : self._lengths[b]], self.values[layer][b, : self._lengths[b]]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from dustin.backends.numpy_reference.cache import Floats
 from dustin.backends.numpy_reference.model import ModelConfig, NumpyModel
-
 from dustin.errors import ModelError
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

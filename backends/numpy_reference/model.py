@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
 from dustin.backends.numpy_reference.ops import Attention, Ints, set_of_layer
 from dustin.backends.numpy_reference.rope import frequencies, rotate
-
 from dustin.errors import ModelError
 from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
 
@@ -121,6 +121,12 @@ class NumpyModel:
             weight_bytes=sum(w.nbytes for w in self.weights.values()),
         )
 
+    def limit_vocabulary(self, size: int) -> None:
+        """Logits have the first `size` entries from now on."""
+        if not 1 <= size <= self.config.vocab_size:
+            raise ValueError(f"size is {size}, expected 1 to {self.config.vocab_size}")
+        self.spec = dataclasses.replace(self.spec, vocab_size=size)
+
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache: see Model.new_cache."""
         return Cache(self.config.num_layers, batch, capacity, self.config.num_kv_heads, self.config.head_dim)
@@ -214,10 +220,10 @@ class NumpyModel:
         if wanted == "last":
             kept, counts = _last_rows(hidden, num_tokens), [min(n, 1) for n in num_tokens]
         head = "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
-        out = np.zeros((*kept.shape[:2], self.config.vocab_size))
+        out = np.zeros((*kept.shape[:2], self.spec.vocab_size))
         for b, count in enumerate(counts):
             for t in range(count):
-                out[b, t] = self.weights[head] @ self._norm("model.norm", kept[b, t])
+                out[b, t] = self.weights[head][: self.spec.vocab_size] @ self._norm("model.norm", kept[b, t])
         return out
 
 

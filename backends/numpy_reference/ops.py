@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
 
+from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
 from dustin.interfaces import Tap, TokenSet
 
 Ints = npt.NDArray[np.int64]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from dustin.backends.numpy_reference.cache import Floats
 
+from dustin.backends.numpy_reference.cache import Floats
 from dustin.errors import ModelError
 
 KINDS = ("default", "linear", "llama3", "yarn")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from dustin.backends.numpy_reference.cache import Floats, check_lengths
 from dustin.backends.numpy_reference.ops import Ints, softmax
-
 from dustin.interfaces import Verdict, WarpBatch
 
 
@@ -54,7 +54,7 @@ def warp_row(logits: Floats, temperature: float, top_k: int, top_p: float, min_p
 
 
 def probabilities(logits: Floats, warp: WarpBatch, context: Sequence[Sequence[int]] | None, inflight: Ints | None) -> Floats:
-    """Warped distributions [B, T, V]; row t's penalties count context[b] and inflight[b, :t] (see Backend.probabilities)."""
+    """Warped distributions [B, T, V]; penalties as Backend.probabilities says."""
     batch, rows, size = logits.shape
     if len(warp.temperature) != batch:
         raise ValueError(f"warp has {len(warp.temperature)} rows, expected {batch}")
@@ -63,12 +63,14 @@ def probabilities(logits: Floats, warp: WarpBatch, context: Sequence[Sequence[in
     if warp.penalised and rows > 1 and (inflight is None or inflight.shape[1] < rows - 1):
         raise ValueError(f"inflight is too short, expected {rows - 1} tokens a row: a row has a penalty")
     out = np.zeros(logits.shape)
+    # The last row sees all of inflight: one draft step and a whole verification are counted alike.
+    before = 0 if inflight is None else inflight.shape[1] - (rows - 1)
     for b in range(batch):
         factors = (warp.repetition_penalty[b], warp.presence_penalty[b], warp.frequency_penalty[b])
         for t in range(rows):
             row = logits[b, t]
             if context is not None and factors != (1.0, 0.0, 0.0):
-                tail = [] if inflight is None else [int(token) for token in inflight[b, :t] if token >= 0]
+                tail = [] if inflight is None else [int(token) for token in inflight[b, : before + t]]
                 row = penalise(row, np.array([*context[b], *tail], dtype=np.int64), *factors)
             out[b, t] = warp_row(row, warp.temperature[b], warp.top_k[b], warp.top_p[b], warp.min_p[b])
     return out
