@@ -1,0 +1,335 @@
+"""ONE table of parity cases: operations, shapes, dtypes and input makers. Backends, kernels and bench take them from here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from dustin.interfaces import WarpBatch
+from tests.parity.harness import TOLERANCES, Case, Implementation, Inputs, ParityError, check, inputs_of, quantise, reference_of
+
+__all__ = ["CASES", "TOLERANCES", "Case", "Implementation", "Inputs", "ParityError", "cases", "check", "inputs_of", "reference_of"]
+
+
+def _heads_code(batch: int, capacity: int, num_kv_heads: int, head_dim: int) -> np.ndarray:
+    """Values [B, Nmax, Hkv, D]: bits of (j + 3 h + 7 b), so a wrong token, head or sequence changes an integer count."""
+    b, j, h, bit = np.ogrid[:batch, :capacity, :num_kv_heads, :head_dim]
+    return (((j + 3 * h + 7 * b) >> np.minimum(bit, 62)) & 1).astype(np.float32)
+
+
+def attention(
+    rng: np.random.Generator,
+    *,
+    lengths: Sequence[int],
+    num_tokens: Sequence[int],
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    rows: int | None = None,
+    dtype: str = "fp32",
+    budget: int | None = None,
+    size: float = 1.0,
+    coded: bool = False,
+    tail: str = "nan",
+    spare: int = 7,
+) -> Inputs:
+    """Inputs of dense_verify and (with `budget`) sparse_verify. `size` scales q; `tail` fills unused rows: NaN or stale numbers."""
+    batch, (num_heads, num_kv_heads) = len(lengths), heads
+    rows = rows or max(num_tokens)
+    capacity = max(n + t for n, t in zip(lengths, num_tokens, strict=True)) + spare
+    q = np.zeros((batch, rows, num_heads, head_dim)) if coded else size * rng.standard_normal((batch, rows, num_heads, head_dim))
+    keys = rng.standard_normal((batch, capacity, num_kv_heads, head_dim))
+    values = _heads_code(*keys.shape) if coded else rng.standard_normal(keys.shape)
+    out: Inputs = {"q": quantise(q, dtype), "keys": quantise(keys, dtype), "values": quantise(values, dtype)}
+    for b, (length, count) in enumerate(zip(lengths, num_tokens, strict=True)):
+        out["q"][b, count:] = 0
+        for name in ("keys", "values"):
+            out[name][b, length + count :] = np.nan if tail == "nan" else 3.0
+    out |= {"lengths": list(lengths), "num_tokens": list(num_tokens)}
+    if budget is not None:
+        counts = np.array([min(budget, length) for length in lengths], dtype=np.int32)
+        indices = np.zeros((batch, budget), dtype=np.int32)
+        for b, count in enumerate(counts):
+            indices[b, :count] = np.sort(rng.choice(lengths[b], count, replace=False))
+        out |= {"indices": indices, "counts": counts}
+    return out
+
+
+def scores(
+    rng: np.random.Generator,
+    *,
+    lengths: Sequence[int],
+    rows: int,
+    scoring: tuple[int, ...],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: str,
+    size: float = 1.0,
+) -> Inputs:
+    """Inputs of score; unused key rows are NaN."""
+    keys = quantise(rng.standard_normal((len(lengths), max(lengths) + 5, heads[1], head_dim)), dtype)
+    for b, length in enumerate(lengths):
+        keys[b, length:] = np.nan
+    q = quantise(size * rng.standard_normal((len(lengths), rows, len(scoring), head_dim)), dtype)
+    return {"q": q, "keys": keys, "heads": scoring, "num_heads": heads[0], "lengths": list(lengths)}
+
+
+def selection(
+    rng: np.random.Generator,
+    *,
+    lengths: Sequence[int],
+    budget: int,
+    sinks: int = 4,
+    recent: int = 8,
+    drafts: int = 0,
+    given: str = "both",
+    levels: int | None = None,
+    lag: int = 0,
+) -> Inputs:
+    """Inputs of select. `levels` rounds scores to few values (ties); `lag`: the draft's scores end that many tokens earlier."""
+
+    def draw(missing: int) -> np.ndarray:
+        out = rng.random((len(lengths), max(lengths) - missing))
+        out = out if levels is None else np.floor(out * levels) / levels
+        for b, length in enumerate(lengths):
+            out[b, max(length - missing, 0) :] = -np.inf
+        return out.astype(np.float32)
+
+    quota = {"budget": budget, "num_sink_tokens": sinks, "num_recent_tokens": recent, "num_draft_selected": drafts}
+    target, draft = draw(0), draw(lag)
+    return quota | {
+        "target": target if given in ("both", "target") else None,
+        "draft": draft if given in ("both", "draft") else None,
+        "lengths": list(lengths),
+    }
+
+
+def greedy(
+    rng: np.random.Generator, *, agree: Sequence[int], num_drafts: Sequence[int], width: int, vocab: int = 50, trouble: str = ""
+) -> Inputs:
+    """Inputs of accept_greedy: sequence b's first agree[b] drafts are right. `trouble`: ties, or NaN in a judged or unused row."""
+    logits = quantise(rng.standard_normal((len(agree), width + 1, vocab)), "bf16")
+    if trouble == "ties":
+        logits[:] = np.floor(logits)
+    drafts = logits[:, :width].argmax(axis=-1)
+    for b, right in enumerate(agree):
+        drafts[b, right:] = (drafts[b, right:] + 1 + rng.integers(0, vocab - 1, width - right)) % vocab
+        if trouble == "nan-judged" and b == 0:
+            logits[b, num_drafts[b], vocab // 2] = np.nan
+        if trouble in ("nan-judged", "nan-unused"):
+            logits[b, num_drafts[b] + 1 :] = np.nan
+    return {"drafts": drafts.astype(np.int64), "num_drafts": list(num_drafts), "logits": logits}
+
+
+def sampled(
+    rng: np.random.Generator,
+    *,
+    agree: Sequence[int],
+    num_drafts: Sequence[int],
+    width: int,
+    vocab: int = 40,
+    one_hot: bool = False,
+    zeros: bool = False,
+) -> Inputs:
+    """Inputs of accept_sampled: agree[b] drafts are accepted. Uniforms keep away from thresholds, so fp32 decides as float64.
+
+    `zeros` cuts three quarters of each distribution, as top-k does: draws must never hit a token of mass 0.
+    """
+    batch = len(agree)
+
+    def draw(rows: int) -> np.ndarray:
+        weights = rng.random((batch, rows, vocab)) + 0.05
+        weights[rng.random(weights.shape) < (0.75 if zeros else 0.0)] = 0.0
+        weights[..., vocab // 2] += 0.05
+        return (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+    p, q = draw(width + 1), draw(width)
+    drafts = np.zeros((batch, width), dtype=np.int64)
+    accept, following = rng.random((batch, width)), np.zeros(batch)
+    for b, count in enumerate(num_drafts):
+        for i in range(count):
+            ratio = p[b, i].astype(np.float64) / (1.0 if one_hot else np.where(q[b, i] > 0, q[b, i], np.inf))
+            taken = i < agree[b]
+            drafts[b, i] = ratio.argmax() if taken else (ratio + (0 if one_hot else (q[b, i] == 0) * 9.0)).argmin()
+            threshold = min(ratio[drafts[b, i]], 1.0)
+            accept[b, i] = threshold * rng.uniform(0.05, 0.95) if taken else threshold + (1 - threshold) * rng.uniform(0.05, 0.95)
+        n = min(agree[b], count)
+        proposal = np.eye(vocab)[drafts[b, n]] if one_hot and n < count else (q[b, n] if n < count else 0.0)
+        share = np.maximum(p[b, n].astype(np.float64) - proposal, 0.0)
+        share /= share.sum()
+        token = rng.choice(np.flatnonzero(share > 0.25 / vocab))
+        following[b] = share[:token].sum() + 0.5 * share[token]
+    out: Inputs = {"drafts": drafts, "num_drafts": list(num_drafts), "q": None if one_hot else q, "p": p}
+    logits = np.zeros((batch, width + 1, vocab), dtype=np.float32)
+    return out | {"logits": logits, "accept_uniforms": accept.tolist(), "next_uniforms": following.tolist()}
+
+
+def warps(rng: np.random.Generator, *, size: float = 3.0, ties: bool = False, vocab: int = 60) -> Inputs:
+    """Inputs of probabilities: eight sequences, each with another warp, three rows each, tokens in flight."""
+    logits = size * rng.standard_normal((8, 3, vocab)).astype(np.float32)
+    warp = WarpBatch(
+        temperature=(0.0, 0.0, 1.0, 0.7, 1.3, 1.0, 0.8, 1.0),
+        top_k=(0, 5, 5, 0, 0, 0, 12, 1),
+        top_p=(1.0, 1.0, 1.0, 0.8, 1.0, 1.0, 0.9, 1.0),
+        min_p=(0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.05, 0.0),
+        repetition_penalty=(1.0, 1.3, 1.0, 1.0, 1.0, 1.2, 1.1, 1.0),
+        presence_penalty=(0.0, 0.0, 0.0, 0.5, 0.0, 0.4, 0.0, 0.0),
+        frequency_penalty=(0.0, 0.2, 0.0, 0.0, 0.0, 0.3, 0.0, -0.5),
+    )
+    context = rng.integers(0, vocab, (8, 20)).tolist()
+    logits = np.floor(logits) if ties else logits
+    return {"logits": logits, "warp": warp, "context": context, "inflight": rng.integers(0, vocab, (8, 2))}
+
+
+def cache_script(rng: np.random.Generator, *, dtype: str, batch: int = 3, heads: int = 2, head_dim: int = 32) -> Inputs:
+    """Inputs of append_rollback: ragged appends and rollbacks, to 0 and to the full capacity, with rows that take no part."""
+    capacity = 24
+    plan: list[tuple[str, list[int]]] = [
+        ("append", [5, 0, 9]),
+        ("rollback", [3, 0, 9]),
+        ("append", [6, 1, 6]),
+        ("rollback", [9, 0, 10]),
+        ("append", [0, 4, 14]),
+        ("append", [2, 3, 0]),
+        ("rollback", [10, 7, 0]),
+        ("append", [3, 3, 3]),
+    ]
+    steps: list[tuple] = []
+    for kind, counts in plan:
+        if kind == "rollback":
+            steps.append((kind, counts))
+            continue
+        k, v = (quantise(rng.standard_normal((batch, max(counts), heads, head_dim)), dtype) for _ in range(2))
+        steps.append((kind, counts, k, v))
+    return {"batch": batch, "capacity": capacity, "num_kv_heads": heads, "head_dim": head_dim, "steps": steps}
+
+
+# (Hq, Hkv), D, T, dtype: every GQA ratio, head dim and row count once or more; the full product would only cost time.
+_SHAPES = [
+    ((2, 2), 32, 1, "fp32"),
+    ((6, 2), 64, 2, "fp16"),
+    ((5, 1), 80, 6, "bf16"),
+    ((12, 2), 96, 4, "fp32"),
+    ((14, 2), 64, 6, "fp16"),
+    ((16, 2), 128, 9, "bf16"),
+    ((8, 1), 256, 16, "fp32"),
+    ((7, 1), 128, 6, "fp32"),
+    ((8, 8), 64, 3, "bf16"),
+    ((9, 3), 64, 6, "fp32"),
+]
+_RAGGED = [150, 33, 97]
+
+
+def _verify_cases() -> list[Case]:
+    out: list[Case] = []
+
+    def both(name: str, budget: int, dtype: str = "fp32", coded: bool = False, **shape: object) -> None:
+        dense = functools.partial(attention, dtype=dtype, coded=coded, **shape)  # type: ignore[arg-type]
+        sparse = functools.partial(dense, budget=budget)
+        out.append(Case(f"dense_verify-{name}-{dtype}", "dense_verify", dense, dtype, coded))
+        out.append(Case(f"sparse_verify-{name}-{dtype}", "sparse_verify", sparse, dtype, coded))
+
+    for heads, head_dim, rows, dtype in _SHAPES:
+        tokens = [rows, max(rows - 1, 1), (rows + 1) // 2]
+        name = f"g{heads[0] // heads[1]}-d{head_dim}-t{rows}"
+        both(name, 64, dtype, lengths=_RAGGED, num_tokens=tokens, heads=heads, head_dim=head_dim)
+        both(f"coded-{name}", 24, dtype, True, lengths=[31, 26, 29], num_tokens=tokens, heads=heads, head_dim=head_dim)
+    for dtype in TOLERANCES:
+        both("short", 64, dtype, lengths=[3, 17, 1], num_tokens=[4, 2, 4])
+        both("first-token", 16, dtype, lengths=[0, 0, 40], num_tokens=[1, 5, 3])
+        both("idle-rows", 16, dtype, lengths=[40, 20, 0], num_tokens=[0, 3, 0], rows=4)
+        both("one-hot", 32, dtype, lengths=[90, 40], num_tokens=[3, 2], size=40.0)
+        both("stale-tail", 32, dtype, lengths=[90, 40], num_tokens=[3, 1], tail="stale")
+    both("tile-edges", 64, lengths=[63, 64, 65, 128, 127], num_tokens=[1, 1, 2, 1, 2])
+    both("coded-tile-edges", 64, "fp32", True, lengths=[63, 64, 65, 128, 127], num_tokens=[1, 1, 2, 1, 2])
+    both("coded-1024", 1024, "fp32", True, lengths=[2500, 1024, 1025], num_tokens=[2, 1, 2], heads=(6, 2))
+    both("long", 512, "bf16", lengths=[4096, 2047], num_tokens=[6, 6], heads=(14, 2), head_dim=64)
+    both("one-token", 1, lengths=[70, 1], num_tokens=[2, 1])
+    both("full-cache", 32, lengths=[60, 61], num_tokens=[4, 3], spare=0)
+    return out
+
+
+def _score_cases() -> list[Case]:
+    shapes = [
+        ((6, 2), 64, (0, 1, 2, 3, 4, 5), 1),
+        ((14, 2), 64, (3, 7, 12), 5),
+        ((8, 1), 128, (0, 7), 4),
+        ((5, 1), 32, (4,), 15),
+        ((16, 2), 256, (1, 8, 9), 2),
+        ((9, 3), 64, (8, 0, 5), 3),
+    ]
+    out = []
+    for dtype in TOLERANCES:
+        for heads, head_dim, scoring, rows in shapes:
+            make = functools.partial(
+                scores, lengths=[130, 1, 64, 0, 77], rows=rows, scoring=scoring, heads=heads, head_dim=head_dim, dtype=dtype
+            )
+            out.append(Case(f"score-g{heads[0] // heads[1]}-d{head_dim}-r{rows}-{dtype}", "score", make, dtype))
+        make = functools.partial(scores, lengths=[90, 3], rows=2, scoring=(0, 3), heads=(4, 2), head_dim=64, dtype=dtype, size=30.0)
+        out.append(Case(f"score-extreme-{dtype}", "score", make, dtype))
+    return out
+
+
+def _select_cases() -> list[Case]:
+    ragged = [200, 40, 64, 65, 3, 0, 131]
+    rows = {
+        "mixed": {"drafts": 30},
+        "history-only": {"drafts": 0},
+        "draft-only": {"drafts": 64 - 12},
+        "draft-share-too-large": {"drafts": 500},
+        "no-target-scores": {"given": "draft", "drafts": 10},
+        "no-draft-scores": {"given": "target", "drafts": 10},
+        "streaming": {"given": "none", "drafts": 10},
+        "ties": {"drafts": 20, "levels": 3},
+        "all-equal": {"drafts": 20, "levels": 1},
+        "draft-lags": {"drafts": 20, "lag": 1},
+        "no-sinks": {"drafts": 20, "sinks": 0},
+        "protected-fill-budget": {"drafts": 5, "sinks": 24, "recent": 40},
+        "budget-of-13": {"drafts": 1, "budget": 13},
+    }
+    out = []
+    for name, options in rows.items():
+        make = functools.partial(selection, **({"lengths": ragged, "budget": 64} | options))
+        out.append(Case(f"select-{name}", "select", make))
+    long = functools.partial(selection, lengths=[5000, 1025], budget=1024, recent=32, drafts=590, levels=200)
+    return [*out, Case("select-long", "select", long)]
+
+
+def _accept_cases() -> list[Case]:
+    patterns = {
+        "none": ([0, 0, 0], [5, 5, 5]),
+        "half": ([2, 3, 2], [5, 5, 5]),
+        "all": ([5, 5, 5], [5, 5, 5]),
+        "ragged": ([5, 0, 2, 3, 0], [5, 0, 4, 3, 2]),
+    }
+    out = []
+    for name, (agree, drafts) in patterns.items():
+        shape = {"agree": agree, "num_drafts": drafts, "width": 5}
+        out.append(Case(f"accept_greedy-{name}", "accept_greedy", functools.partial(greedy, **shape)))
+        for kind, extra in (("", {}), ("-one-hot", {"one_hot": True}), ("-zeros", {"zeros": True})):
+            out.append(Case(f"accept_sampled-{name}{kind}", "accept_sampled", functools.partial(sampled, **shape, **extra)))
+    for trouble in ("ties", "nan-judged", "nan-unused"):
+        make = functools.partial(greedy, agree=[2, 1, 3], num_drafts=[4, 2, 3], width=5, trouble=trouble)
+        out.append(Case(f"accept_greedy-{trouble}", "accept_greedy", make))
+    wide = functools.partial(greedy, agree=[7, 0], num_drafts=[15, 15], width=15, vocab=4099)
+    no_drafts = functools.partial(greedy, agree=[0, 0], num_drafts=[0, 0], width=0)
+    out.append(Case("accept_greedy-wide", "accept_greedy", wide))
+    return [*out, Case("accept_greedy-no-drafts", "accept_greedy", no_drafts)]
+
+
+CASES: tuple[Case, ...] = (
+    *_verify_cases(),
+    *_score_cases(),
+    *_select_cases(),
+    *_accept_cases(),
+    Case("probabilities-warps", "probabilities", warps),
+    Case("probabilities-ties", "probabilities", functools.partial(warps, ties=True)),
+    Case("probabilities-extreme", "probabilities", functools.partial(warps, size=60.0)),
+    *(Case(f"append_rollback-{t}", "append_rollback", functools.partial(cache_script, dtype=t), t) for t in TOLERANCES),
+)
+
+
+def cases(*ops: str, dtypes: Sequence[str] = tuple(TOLERANCES)) -> list[Case]:
+    """The cases of the given operations (all when none is named) and dtypes."""
+    return [case for case in CASES if (not ops or case.op in ops) and case.dtype in dtypes]
