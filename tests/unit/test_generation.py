@@ -1,0 +1,117 @@
+"""The Python API over small random models: option combinations, limits, and KV kept between turns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dustin.config import EngineOptions, RequestOptions, SamplingOptions, defaults
+from dustin.errors import ContextLengthError, UsageError
+from dustin.generation import Session
+from tests.unit.engine_helpers import VOCAB, backend, draft, greedy, target
+
+PROMPT = tuple(int(t) for t in np.random.default_rng(11).integers(0, VOCAB, 30))
+REQUEST = RequestOptions(max_tokens=9)
+
+
+def session(with_draft: bool = False, **options: object) -> Session:
+    return Session(backend, target(), None, EngineOptions(**options), draft() if with_draft else None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["auto", "ar", "dense", "exact"])
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_lossless_modes_through_the_api(mode: str, with_draft: bool) -> None:
+    result = session(with_draft, mode=mode).generate(PROMPT, REQUEST)
+    assert tuple(result.tokens) == greedy(PROMPT, 9)
+    assert result.finish_reason == "length"
+    assert result.stats.generated_tokens == 9
+
+
+def test_streaming_gives_the_same_tokens_and_closing_it_early_is_safe() -> None:
+    one = session(mode="dense")
+    assert tuple(r.token for r in one.stream_generate(PROMPT, REQUEST)) == greedy(PROMPT, 9)
+    stream = one.stream_generate(PROMPT, REQUEST)
+    assert next(stream).token == greedy(PROMPT, 9)[0]
+    stream.close()
+    assert tuple(one.generate(PROMPT, REQUEST).tokens) == greedy(PROMPT, 9)
+
+
+@pytest.mark.parametrize("mode", ["ar", "dense", "sparse", "rectified", "exact"])
+def test_a_kept_conversation_equals_a_cold_run(mode: str) -> None:
+    options = {"mode": mode, "budget": 16, "num_sink_tokens": 2, "num_recent_tokens": 4, "rectify_interval": 4}
+    warm = session(**options)
+    warm.prefix_cache = True
+    first = [r.token for r in warm.stream_generate(PROMPT, REQUEST)]
+    second = (*PROMPT, *first, 5, 6, 7)
+    answer = [r for r in warm.stream_generate(second, REQUEST)]
+    assert [r.token for r in answer] == session(**options).generate(second, REQUEST).tokens
+    # Rows that sparse attention wrote are not trusted; the document's are.
+    assert answer[-1].stats.reused_prompt_tokens >= len(PROMPT)
+
+
+def test_another_document_shares_nothing() -> None:
+    warm = session(mode="ar")
+    warm.prefix_cache = True
+    list(warm.stream_generate(PROMPT, REQUEST))
+    other = tuple(reversed(PROMPT))
+    assert [r.token for r in warm.stream_generate(other, REQUEST)] == list(greedy(other, 9))
+
+
+@pytest.mark.parametrize(
+    ("options", "with_draft", "says"),
+    [
+        ({"drafter": "draft"}, False, "no draft model"),
+        ({"drafter": "none", "mode": "dense"}, False, "needs a drafter"),
+        ({"drafter": "self", "mode": "sparse"}, False, "gains nothing"),
+        ({"selector": "lookahead", "mode": "sparse"}, False, "draft model's queries"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(options: dict[str, object], with_draft: bool, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        session(with_draft, **options).generate(PROMPT, REQUEST)
+
+
+def test_exact_sampling_refuses_a_set_that_depends_on_its_drafts() -> None:
+    sampled = RequestOptions(max_tokens=4, sampling=SamplingOptions(temperature=1.0))
+    with pytest.raises(UsageError, match="lookahead_lag 1, got 0"):
+        session(True, mode="exact", lookahead_lag=0).generate(PROMPT, sampled)
+    session(True, mode="exact").generate(PROMPT, sampled)
+
+
+def test_the_context_is_a_limit_and_the_message_has_both_numbers() -> None:
+    with pytest.raises(ContextLengthError, match=r"600 tokens.*511"):
+        session().generate([1] * 600, REQUEST)
+    result = session(mode="ar").generate([1] * 505, RequestOptions(max_tokens=50))
+    assert len(result.tokens) == 7 and result.finish_reason == "length"
+    assert any("lowered from 50 to 7" in text for text in result.stats.warnings)
+
+
+def test_drafts_never_pass_the_drafts_context() -> None:
+    result = session(True, mode="dense", num_draft_tokens=4).generate([1] * 500, RequestOptions(max_tokens=50))
+    assert len(result.tokens) == 8
+    assert any("draft" in text for text in result.stats.warnings)
+
+
+def test_max_kv_size_is_refused_when_it_cannot_hold_the_prompt() -> None:
+    with pytest.raises(ContextLengthError, match="max-kv-size"):
+        session(max_kv_size=20).generate(PROMPT, REQUEST)
+
+
+@pytest.mark.parametrize("prompt", [[], [VOCAB], [-1]])
+def test_bad_prompts(prompt: list[int]) -> None:
+    with pytest.raises(UsageError):
+        session().generate(prompt, REQUEST)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"budget": 36}, {"mode": "fast"}, {"num_draft_tokens": 0}, {"lookahead_share": 1.5}, {"selector": "best"}, {"exact_block": 0}],
+)
+def test_bad_options_name_the_value(options: dict[str, object]) -> None:
+    (value,) = options.values()
+    with pytest.raises(UsageError, match=str(value)):
+        EngineOptions(**options)  # type: ignore[arg-type]
+
+
+def test_defaults_are_readable() -> None:
+    assert defaults(EngineOptions)["budget"] == 1024
