@@ -33,7 +33,7 @@ MODES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sparse+lookup": ("sparse", "lookup", {}),
     "auto": ("auto", "auto", {}),
 }
-LOSSLESS = ("dense+self", "dense+lookup", "exact+lookup")
+LOSSLESS = ("ar", "dense+self", "dense+lookup", "exact+lookup")
 
 
 def passages(tokenizer: Any, context: int, batch: int) -> list[list[int]]:
@@ -130,7 +130,9 @@ def agreement(texts: list[list[int]], reference: list[list[int]]) -> float:
     return statistics.mean(shares)
 
 
-def measure(session: Any, hf: Any, source: Path, context: int, full: Any, prompts: list[list[int]], opts: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(
+    session: Any, hf: Any, source: Path, context: int, full: Any, prompts: list[list[int]], opts: dict[str, Any]
+) -> list[dict[str, Any]]:
     """All modes at one context and batch, interleaved `repeats` times; medians."""
     batch = len(prompts)
     names = [*MODES, "transformers"] + (["transformers+lookup"] if batch == 1 else [])
@@ -155,8 +157,10 @@ def measure(session: Any, hf: Any, source: Path, context: int, full: Any, prompt
         speed = statistics.median(speeds[name])
         row = {
             "bench": "cpu", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real",
-            "dtype": opts["dtype"], "context": context, "batch": batch, "mode": name, "lossless": name in LOSSLESS or name == "auto",
-            "generated_tokens": opts["tokens"], "tokens_per_s": round(speed, 2), "baseline": "ar", "baseline_tokens_per_s": round(ar, 2),
+            "dtype": opts["dtype"], "context": context, "batch": batch, "mode": name,
+            "lossless": name in LOSSLESS or name == "auto",
+            "generated_tokens": opts["tokens"], "tokens_per_s": round(speed, 2), "baseline": "ar",
+            "baseline_tokens_per_s": round(ar, 2),
             "ratio": round(speed / ar, 3), "spread": round(max(speeds[name]) / min(speeds[name]), 2),
             "acceptance_length": round(last[name].get("acceptance_length", 1.0), 2),
             "kv_read_share": round(last[name].get("kv_read_share", 1.0), 3), "mode_rounds": last[name].get("mode_rounds"),
@@ -164,7 +168,8 @@ def measure(session: Any, hf: Any, source: Path, context: int, full: Any, prompt
             "repeated_4grams": round(statistics.mean(repetition(text) for text in last[name]["texts"]), 2),
             "budget": opts["budget"], "num_draft_tokens": opts["gamma"], "command": rows.command(), "commit": rows.commit(),
         }  # fmt: skip
-        click.echo(f"{context:6d} x{batch}  {name:20s} {speed:8.2f} tok/s  {row['ratio']:.2f}x ar  {row['acceptance_length']:.2f} a round", err=True)
+        line = f"{context:6d} x{batch}  {name:20s} {speed:8.2f} tok/s  {row['ratio']:.2f}x ar  {row['acceptance_length']:.2f} a round"
+        click.echo(line, err=True)
         result.append(row)
     return result
 
@@ -229,7 +234,8 @@ def _memory(opts: dict[str, Any], contexts: list[int], batches: list[int]) -> No
                 peaks[side] = json.loads(done.stdout.splitlines()[-1])
             row = {
                 "bench": "cpu-memory", "processor": rows.processor(), "context": context, "batch": batch, "mode": "ar",
-                "dtype": peaks["ours"]["dtype"], "peak_memory_bytes": peaks["ours"]["peak_memory_bytes"], "baseline": "transformers",
+                "dtype": peaks["ours"]["dtype"], "peak_memory_bytes": peaks["ours"]["peak_memory_bytes"],
+                "baseline": "transformers",
                 "baseline_peak_memory_bytes": peaks["transformers"]["peak_memory_bytes"],
                 "ratio": round(peaks["ours"]["peak_memory_bytes"] / peaks["transformers"]["peak_memory_bytes"], 3),
                 "command": rows.command(), "commit": rows.commit(),

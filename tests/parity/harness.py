@@ -5,10 +5,10 @@ arrays of dtype `case.dtype`, calls, and converts back. Input values are exact i
 
 | op | inputs | outputs |
 |---|---|---|
-| dense_verify | q [B,T,Hq,D], keys, values [B,Nmax,Hkv,D], lengths, num_tokens (in-flight rows lie at lengths[b]...) | out [B,T,Hq,D] |
+| dense_verify | q [B,T,Hq,D], keys, values [B,Nmax,Hkv,D] (in-flight rows at lengths[b]...), lengths, num_tokens | out, as q |
 | sparse_verify | the same, indices [B,k], counts [B] | out |
 | score | q [B,R,S,D], heads, num_heads, keys, lengths | scores [B, >= max(lengths)] |
-| select | target, draft ([B,n] or None), lengths, budget, num_sink_tokens, num_recent_tokens, num_draft_selected | indices, counts |
+| select | target, draft ([B,n] or None), lengths, budget, num_sink/recent_tokens, num_draft_selected | indices, counts |
 | accept_greedy | drafts [B,G], num_drafts, logits [B,G+1,V] | num_accepted, tokens, finite |
 | accept_sampled | drafts, num_drafts, q ([B,G,V] or None), p [B,G+1,V], logits, accept_uniforms, next_uniforms | the same |
 | probabilities | logits [B,T,V], warp (WarpBatch), context, inflight | probabilities [B,T,V] |

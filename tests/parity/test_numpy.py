@@ -50,7 +50,8 @@ def greedy_quota(i: Inputs) -> dict[str, Any]:
     for b, n in enumerate(i["lengths"]):
         chosen = set(range(n))
         if n > i["budget"]:
-            recent = i["num_recent_tokens"] if i["target"] is not None or i["draft"] is not None else i["budget"] - i["num_sink_tokens"]
+            streaming = i["target"] is None and i["draft"] is None
+            recent = i["budget"] - i["num_sink_tokens"] if streaming else i["num_recent_tokens"]
             chosen = set(range(i["num_sink_tokens"])) | set(range(n - recent, n))
             quota = i["num_draft_selected"] if i["draft"] is not None else 0
             while len(chosen) < i["budget"]:
