@@ -113,9 +113,7 @@ class NumpyBackend:
             indices[b, : len(row)] = row
         return TokenSet(indices, np.array([len(row) for row in rows], dtype=np.int32), token_set.dense_layers)
 
-    def replace_rows(
-        self, old: Mapping[int, Floats], new: Mapping[int, Floats], rows: Sequence[bool]
-    ) -> Mapping[int, Floats]:
+    def replace_rows(self, old: Mapping[int, Floats], new: Mapping[int, Floats], rows: Sequence[bool]) -> Mapping[int, Floats]:
         """Row b from `new` where rows[b], else from `old`."""
         taken = np.asarray(rows, dtype=bool)[:, None, None, None]
         return {layer: np.where(taken, new[layer], old[layer]) for layer in new}
