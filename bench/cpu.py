@@ -92,8 +92,8 @@ def run_transformers(model: Any, cache: Any, prompts: list[list[int]], tokens: i
     if cache is not None:
         have = len(prompts[0]) - 1
         for layer in range(model.config.num_hidden_layers):
-            key, value = cache.layer(layer)
-            past.update(key[:, :have].transpose(1, 2).contiguous(), value[:, :have].transpose(1, 2).contiguous(), layer)
+            key, value = (store[layer][:, :have].transpose(1, 2).contiguous() for store in (cache.keys, cache.values))
+            past.update(key, value, layer)
     extra = {"prompt_lookup_num_tokens": lookup} if lookup else {}
     ids = torch.tensor(prompts)
     times: list[float] = []
@@ -168,7 +168,7 @@ def measure(
             "repeated_4grams": round(statistics.mean(repetition(text) for text in last[name]["texts"]), 2),
             "budget": opts["budget"], "num_draft_tokens": opts["gamma"], "command": rows.command(), "commit": rows.commit(),
         }  # fmt: skip
-        line = f"{context:6d} x{batch}  {name:20s} {speed:8.2f} tok/s  {row['ratio']:.2f}x ar  {row['acceptance_length']:.2f} a round"
+        line = f"{context:6d} x{batch}  {name:20s} {speed:8.2f} tok/s  {row['ratio']:.2f}x ar  {row['acceptance_length']:.2f}/round"
         click.echo(line, err=True)
         result.append(row)
     return result
