@@ -277,7 +277,7 @@ class Backend(Protocol):
         ...
 
     def accept_greedy(self, drafts: Array, num_drafts: Sequence[int], logits: Array) -> Verdict:
-        """Keep the longest prefix of drafts [B, G] (first num_drafts[b] valid; G may be 0) that is the argmax of logits [B, G+1, V]."""
+        """Keep the longest prefix of drafts [B, G] (num_drafts[b] valid, G may be 0) equal to the argmax of logits [B, G+1, V]."""
         ...
 
     def accept_sampled(
