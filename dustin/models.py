@@ -33,7 +33,7 @@ def _parts(stem: str, version: str, count: int) -> tuple[tuple[str, str, str], .
     return tuple((f"{stem}{n}", version, f"{module}{n}/data/part{n:02}.bin") for n in range(1, count + 1))
 
 
-_EVALUATION = "for evaluation only (a third party's copy of the official file, known by its hash)"
+_EVALUATION = "for evaluation only: a third party's copy of the official file, known by its hash"
 
 KNOWN = {
     model.name: model

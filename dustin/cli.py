@@ -1,0 +1,75 @@
+"""The command `dustin`: its group, and one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dustin import __version__
+from dustin.cli_options import CONTEXT, debug_option, read_config
+from dustin.errors import DustinError
+
+INTERRUPTED = 130
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="dustin")
+@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with defaults for options.")
+@debug_option
+@click.pass_context
+def cli(ctx: click.Context, config: Path | None) -> None:
+    """Answers from language models over long documents: speculative decoding with sparse verification.
+
+    stdout is the answer, stderr everything else. Options come from flags, then DUSTIN_* variables, then the TOML file.
+    """
+    ctx.default_map = read_config(cli, config)
+
+
+def _register() -> None:
+    from dustin.bench_command import bench
+    from dustin.chat import chat
+    from dustin.doctor import doctor
+    from dustin.generate_command import generate
+    from dustin.models_command import models
+
+    for command in (generate, chat, models, doctor, bench):
+        cli.add_command(command)
+
+
+_register()
+
+
+def run(args: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code: 0, 1 (run time), 2 (usage), 130 (Ctrl-C)."""
+    state: dict[str, Any] = {"debug": False}
+    try:
+        code = cli.main(args, prog_name="dustin", standalone_mode=False, obj=state)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except click.ClickException as error:
+        message, code = error.format_message(), error.exit_code
+    except DustinError as error:
+        message, code = str(error), error.exit_code
+    except MemoryError:
+        message, code = "not enough memory: lower --max-kv-size, shorten the prompt or choose a smaller model", 1
+    except OSError as error:
+        message, code = str(error), 1
+    except Exception as error:
+        message, code = f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1
+    if state["debug"]:
+        traceback.print_exc()
+    lines = " ".join(line.strip() for line in message.splitlines())
+    print(f"error: {lines}", file=sys.stderr)
+    return code
+
+
+def main() -> None:
+    """Entry point of the `dustin` script."""
+    sys.exit(run())

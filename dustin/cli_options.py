@@ -1,0 +1,207 @@
+"""The options of the command line: every default comes from `dustin.config`; flags beat DUSTIN_* variables beat the TOML file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dustin.config import DRAFTERS, MODES, SELECTORS, EngineOptions, RequestOptions, SamplingOptions
+from dustin.errors import UsageError
+from dustin.models import DEFAULT
+
+# Commands read DUSTIN_MODEL, not DUSTIN_GENERATE_MODEL: one name for every command.
+CONTEXT: dict[str, Any] = {"auto_envvar_prefix": "DUSTIN", "help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+# Field -> (flags, help, extra settings); the type and the default are the field's.
+ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
+    "mode": (("--mode",), "How tokens are verified; ar, dense, exact and auto change no output.", {"type": click.Choice(MODES)}),
+    "drafter": (("--drafter",), "Who guesses the next tokens.", {"type": click.Choice(DRAFTERS)}),
+    "selector": (("--select",), "Who chooses the tokens that sparse attention reads.", {"type": click.Choice(SELECTORS)}),
+    "num_draft_tokens": (("--num-draft-tokens",), "Tokens drafted a round.", {}),
+    "budget": (("--budget",), "Tokens that sparse attention reads.", {}),
+    "num_sink_tokens": (("--num-sink-tokens",), "First tokens that are always read.", {}),
+    "num_recent_tokens": (("--num-recent-tokens",), "Last tokens that are always read.", {}),
+    "lookahead_share": (("--lookahead-share",), "Share of the budget chosen by the draft's queries.", {}),
+    "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
+    "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),
+    "exact_block": (("--exact-block",), "Mode exact: tokens a dense check covers.", {}),
+    "sparse_draft": (("--sparse-draft/--no-sparse-draft",), "Whether a draft model reads its own selected tokens only.", {}),
+    "prefill_chunk": (("--prefill-chunk",), "Prompt tokens read at a time.", {}),
+    "max_kv_size": (("--max-kv-size",), "Refuse what needs more KV rows than this. Default: the model's context.", {}),
+}
+SAMPLING: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
+    "temperature": (("--temp", "--temperature"), "0 is greedy.", {}),
+    "top_k": (("--top-k",), "Sample from the k likeliest tokens; 0 is off.", {}),
+    "top_p": (("--top-p",), "Sample from the likeliest tokens that hold this mass; 1 is off.", {}),
+    "min_p": (("--min-p",), "Drop tokens below this share of the likeliest one's probability; 0 is off.", {}),
+    "repetition_penalty": (("--repetition-penalty",), "Divide (above 1) the scores of tokens seen; 1 is off.", {}),
+    "presence_penalty": (("--presence-penalty",), "Lower the scores of tokens seen; 0 is off.", {}),
+    "frequency_penalty": (("--frequency-penalty",), "Lower the scores of tokens seen, by how often; 0 is off.", {}),
+    "seed": (("--seed",), "Seed of the samples.", {}),
+}
+REQUEST: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
+    "max_tokens": (("--max-tokens", "-n"), "Tokens to generate at most.", {}),
+    "stop": (("--stop",), "Stop before this text; may be given several times.", {"multiple": True}),
+    "ignore_eos": (("--ignore-eos",), "Go on after the model's end token.", {"is_flag": True}),
+    "top_logprobs": (("--logprobs",), "With --json: log-probabilities, and of N alternatives.", {"metavar": "N"}),
+}
+LOADING = {
+    "model": (("--model", "-m"), "A hub id, a folder, a .gguf file or a known name (`dustin models`).", DEFAULT),
+    "draft_model": (("--draft-model",), "A small model of the same tokenizer that drafts.", None),
+    "backend": (("--backend",), "auto, torch, mlx or numpy.", "auto"),
+    "device": (("--device",), "auto, cpu, cuda, ...", "auto"),
+    "dtype": (("--dtype",), "auto, float32, bfloat16, ...", "auto"),
+}
+
+
+def _dataclass_options(options: type, table: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]]) -> list[Any]:
+    made = []
+    for field in fields(options):
+        if field.name not in table:
+            continue
+        flags, text, extra = table[field.name]
+        shown = field.default not in (None, ()) and field.default is not False
+        settings: dict[str, Any] = {"default": field.default, "show_default": shown, "help": text} | extra
+        if field.default is None:
+            settings.setdefault("type", int)
+        made.append(click.option(*flags, field.name, **settings))
+    return made
+
+
+def _apply(command: Any, made: list[Any]) -> Any:
+    for option in reversed(made):
+        command = option(command)
+    return command
+
+
+def loading_options(command: Any) -> Any:
+    """--model, --draft-model, --backend, --device, --dtype."""
+    made = [
+        click.option(*flags, name, default=default, show_default=default is not None, help=text)
+        for name, (flags, text, default) in LOADING.items()
+    ]
+    return _apply(command, made)
+
+
+def engine_options(command: Any) -> Any:
+    """All fields of EngineOptions."""
+    return _apply(command, _dataclass_options(EngineOptions, ENGINE))
+
+
+def request_options(command: Any) -> Any:
+    """All fields of RequestOptions and SamplingOptions."""
+    return _apply(command, _dataclass_options(RequestOptions, REQUEST) + _dataclass_options(SamplingOptions, SAMPLING))
+
+
+def debug_option(command: Any) -> Any:
+    """--debug, seen by the handler of errors."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.ensure_object(dict)["debug"] = True
+
+    return click.option("--debug", is_flag=True, expose_value=False, callback=remember, help="Show tracebacks.")(command)
+
+
+def build_engine_options(values: dict[str, Any]) -> EngineOptions:
+    """EngineOptions from click's values; raises UsageError as the dataclass does."""
+    return EngineOptions(**{name: values[name] for name in ENGINE})
+
+
+def build_request(values: dict[str, Any]) -> RequestOptions:
+    """RequestOptions from click's values."""
+    sampling = SamplingOptions(**{name: values[name] for name in SAMPLING})
+    request = {name: values[name] for name in REQUEST if name in values}
+    return RequestOptions(sampling=sampling, **request | {"stop": tuple(values["stop"])})
+
+
+def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
+    """Raise UsageError for a flag on the command line that the other options leave without any effect."""
+
+    def given(name: str) -> bool:
+        return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+
+    def flag(name: str) -> str:
+        return (ENGINE | SAMPLING)[name][0][0].split("/")[0]
+
+    mode, drafter = values["mode"], values["drafter"]
+    if values["draft_model"] and (mode == "ar" or drafter in ("self", "lookup", "none")):
+        why = "--mode ar" if mode == "ar" else f"--drafter {drafter}"
+        raise UsageError(f"--draft-model has no use with {why}: drop one of them")
+    rules = [(name, mode != needed, f"needs --mode {needed}") for name, needed in _NEEDS_MODE.items()]
+    if mode == "ar":
+        rules += [(name, True, "has no effect with --mode ar") for name in _SPECULATIVE]
+    elif mode in ("auto", "dense") and drafter == "lookup":
+        why = f"has no effect with --mode {mode} --drafter lookup, which never reads sparsely"
+        rules += [(name, True, why) for name in _SPARSE]
+    if not values["draft_model"]:
+        rules += [(name, True, "needs --draft-model") for name in ("lookahead_share", "lookahead_lag", "sparse_draft")]
+    if values.get("temperature") == 0:
+        rules += [(name, True, "has no effect at temperature 0: give --temp too") for name in ("top_k", "top_p", "min_p")]
+    for name, broken, why in rules:
+        if broken and given(name):
+            raise UsageError(f"{flag(name)} {why}")
+
+
+_NEEDS_MODE = {"rectify_interval": "rectified", "exact_block": "exact"}
+_SPARSE = ("selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share")
+_SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")
+
+
+def config_path() -> Path:
+    """Where the configuration file lies unless --config names another."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "dustin" / "config.toml"
+    if sys.platform == "win32":
+        return Path(os.environ.get("APPDATA", str(Path.home()))) / "dustin" / "config.toml"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dustin" / "config.toml"
+
+
+def read_config(group: click.Group, path: Path | None) -> dict[str, Any]:
+    """click's default_map from a TOML file: keys at the top go to every command that has them, [generate] to one.
+
+    Raise UsageError for a file that cannot be read and for names that no command knows.
+    """
+    if path is None:
+        path = config_path()
+        if not path.is_file():
+            return {}
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}") from error
+    names = {name: _option_names(command) for name, command in group.commands.items()}
+    shared = {key: value for key, value in content.items() if not isinstance(value, dict)}
+    result: dict[str, Any] = {name: {} for name in names}
+    for key, value in shared.items():
+        takers = [name for name, known in names.items() if key.replace("-", "_") in known]
+        if not takers:
+            raise UsageError(f"{path}: no command has an option {key!r}")
+        for name in takers:
+            result[name][names[name][key.replace("-", "_")]] = value
+    for section, table in content.items():
+        if not isinstance(table, dict):
+            continue
+        if section not in names:
+            raise UsageError(f"{path}: no command is called {section!r}, expected one of {', '.join(names)}")
+        for key, value in table.items():
+            if key.replace("-", "_") not in names[section]:
+                raise UsageError(f"{path}: `dustin {section}` has no option {key!r}")
+            result[section][names[section][key.replace("-", "_")]] = value
+    return result
+
+
+def _option_names(command: click.Command) -> dict[str, str]:
+    """Every spelling of a command's options (without dashes) -> click's parameter name."""
+    names = {}
+    for option in command.params:
+        if isinstance(option, click.Option) and option.name:
+            for flag in [option.name, *option.opts]:
+                names[flag.lstrip("-").replace("-", "_")] = option.name
+    return names

@@ -1,0 +1,83 @@
+"""Input and output of the command line: prompts from arguments, files and stdin; progress on a terminal only."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from dustin.errors import UsageError
+
+
+def note(message: str) -> None:
+    """A line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def decode_text(raw: bytes, name: str) -> str:
+    """UTF-8 text of `raw`. Raise UsageError for anything else, naming where it stops being text."""
+    if b"\0" in raw:
+        raise UsageError(f"{name} is a binary file, expected text: it has a NUL byte at offset {raw.index(0)}")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {error.start}") from error
+
+
+def read_file(name: str) -> str:
+    """Text of a file, or of stdin for `-`."""
+    if name == "-":
+        return decode_text(sys.stdin.buffer.read(), "stdin")
+    try:
+        raw = Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror}") from error
+    return decode_text(raw, name)
+
+
+def read_prompt(positional: str | None, option: str | None, files: Sequence[str]) -> str:
+    """Files first, the question after them; without either, what is piped in. Raise UsageError when there is nothing."""
+    if positional is not None and option is not None:
+        raise UsageError("two prompts: give PROMPT or --prompt, not both")
+    question = positional if positional is not None else option
+    if [question, *files].count("-") > 1:
+        raise UsageError("stdin (-) can be read only once")
+    if question is None and not files:
+        if sys.stdin.isatty():
+            raise UsageError("no prompt: give PROMPT, --prompt, --file, or pipe text in")
+        question = "-"
+    parts = [read_file(name).strip("\n") for name in files]
+    if question is not None:
+        parts.append(read_file("-").strip("\n") if question == "-" else question)
+    prompt = "\n\n".join(parts)
+    if not prompt.strip():
+        raise UsageError("the prompt is empty: give some text")
+    return prompt
+
+
+@contextlib.contextmanager
+def prefill_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress callback that draws a bar while the prompt is read; None unless stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()]
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("prefill", total=None)
+
+    def advance(done: int, total: int) -> None:
+        # The bar is gone before the first word of the answer: both may share one screen.
+        if done >= total:
+            bar.stop()
+        else:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
