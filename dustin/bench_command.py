@@ -75,10 +75,10 @@ def bench(ctx: click.Context, **values: Any) -> None:
     if values["draft_model"]:
         refuse_useless(ctx, values | {"mode": "dense"})
 
-    import dustin
+    from dustin.generation import load
 
     loading = {name: values[name] for name in ("backend", "device", "dtype")}
-    session = dustin.load(values["model"], values["draft_model"], options=options, **loading)
+    session = load(values["model"], values["draft_model"], options=options, **loading)
     if session.tokenizer is None:
         raise UsageError("bench needs a tokenizer")
     ids = session.tokenizer.encode(_text(values["files"]))
@@ -106,7 +106,6 @@ def bench(ctx: click.Context, **values: Any) -> None:
 
 
 def _print(row: dict[str, Any]) -> None:
-    click.echo(
-        f"{row['context']:7}  {row['batch']:5}  {row['mode']:9}  {row['drafter']:8}  {row['tokens_per_s']:6.1f}  "
-        f"{row['ratio']:5.2f}x  {row['acceptance_length']:8.2f}  {100 * row['kv_read_share']:6.1f}%  {'yes' if row['same_as_ar'] else 'no'}"
-    )
+    left = f"{row['context']:7}  {row['batch']:5}  {row['mode']:9}  {row['drafter']:8}  {row['tokens_per_s']:6.1f}"
+    right = f"{row['acceptance_length']:8.2f}  {100 * row['kv_read_share']:6.1f}%  {'yes' if row['same_as_ar'] else 'no'}"
+    click.echo(f"{left}  {row['ratio']:5.2f}x  {right}")

@@ -172,10 +172,10 @@ def chat(ctx: click.Context, **values: Any) -> int:
     if request.top_logprobs is not None:
         raise UsageError("--logprobs needs `dustin generate --json`: a chat has no place for them")
 
-    import dustin
+    from dustin.generation import load
 
     loading = {name: values[name] for name in ("backend", "device", "dtype")}
-    session = dustin.load(values["model"], values["draft_model"], options=options, **loading)
+    session = load(values["model"], values["draft_model"], options=options, **loading)
     if session.tokenizer is None or session.tokenizer.chat_template is None:
         raise UsageError(f"{values['model']} has no chat template: use `dustin generate --raw`")
     session.prefix_cache = True

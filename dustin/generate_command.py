@@ -53,10 +53,10 @@ def generate(ctx: click.Context, **values: Any) -> None:
         system = values["system_prompt"]
         prompt = ([{"role": "system", "content": system}] if system is not None else []) + [{"role": "user", "content": text}]
 
-    import dustin
+    from dustin.generation import load
 
     loading = {name: values[name] for name in ("backend", "device", "dtype")}
-    session = dustin.load(values["model"], values["draft_model"], options=options, **loading)
+    session = load(values["model"], values["draft_model"], options=options, **loading)
     if values["verbose"]:
         note(f"model: {session.target.spec}")
         note(f"options: {options}")

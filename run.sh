@@ -1,0 +1,11 @@
+#!/bin/sh
+# The main job, from nothing: set up, fetch the default model, and ask it about a chapter of a novel.
+# With arguments: any dustin command, as in `./run.sh chat`.
+set -eu
+cd "$(dirname "$0")"
+. ./setup.sh
+if [ $# -gt 0 ]; then
+    exec "$VENV_BIN/python" -m dustin "$@"
+fi
+exec "$VENV_BIN/python" -m dustin generate --file bench/data/northanger_abbey_chapter_1.txt --max-tokens 128 \
+    "Who is the heroine of this chapter, and what is she like? Answer in three sentences."
