@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -165,9 +166,11 @@ def sampled(
     return out | {"logits": logits, "accept_uniforms": accept.tolist(), "next_uniforms": following.tolist()}
 
 
-def warps(rng: np.random.Generator, *, size: float = 3.0, ties: bool = False, vocab: int = 60) -> Inputs:
-    """Inputs of probabilities: eight sequences, each with another warp, three rows each, tokens in flight."""
-    logits = size * rng.standard_normal((8, 3, vocab)).astype(np.float32)
+def warps(
+    rng: np.random.Generator, *, size: float = 3.0, ties: bool = False, vocab: int = 60, rows: int = 3, inflight: int = 2
+) -> Inputs:
+    """Inputs of probabilities: eight sequences, each with another warp, and tokens in flight."""
+    logits = size * rng.standard_normal((8, rows, vocab)).astype(np.float32)
     warp = WarpBatch(
         temperature=(0.0, 0.0, 1.0, 0.7, 1.3, 1.0, 0.8, 1.0),
         top_k=(0, 5, 5, 0, 0, 0, 12, 1),
@@ -179,7 +182,7 @@ def warps(rng: np.random.Generator, *, size: float = 3.0, ties: bool = False, vo
     )
     context = rng.integers(0, vocab, (8, 20)).tolist()
     logits = np.floor(logits) if ties else logits
-    return {"logits": logits, "warp": warp, "context": context, "inflight": rng.integers(0, vocab, (8, 2))}
+    return {"logits": logits, "warp": warp, "context": context, "inflight": rng.integers(0, vocab, (8, inflight))}
 
 
 def cache_script(rng: np.random.Generator, *, dtype: str, batch: int = 3, heads: int = 2, head_dim: int = 32) -> Inputs:
@@ -224,8 +227,8 @@ _RAGGED = [150, 33, 97]
 def _verify_cases() -> list[Case]:
     out: list[Case] = []
 
-    def both(name: str, budget: int, dtype: str = "fp32", coded: bool = False, **shape: object) -> None:
-        dense = functools.partial(attention, dtype=dtype, coded=coded, **shape)  # type: ignore[arg-type]
+    def both(name: str, budget: int, dtype: str = "fp32", coded: bool = False, **shape: Any) -> None:
+        dense = functools.partial(attention, dtype=dtype, coded=coded, **shape)
         sparse = functools.partial(dense, budget=budget)
         out.append(Case(f"dense_verify-{name}-{dtype}", "dense_verify", dense, dtype, coded))
         out.append(Case(f"sparse_verify-{name}-{dtype}", "sparse_verify", sparse, dtype, coded))
@@ -273,7 +276,7 @@ def _score_cases() -> list[Case]:
 
 def _select_cases() -> list[Case]:
     ragged = [200, 40, 64, 65, 3, 0, 131]
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         "mixed": {"drafts": 30},
         "history-only": {"drafts": 0},
         "draft-only": {"drafts": 64 - 12},
@@ -290,7 +293,8 @@ def _select_cases() -> list[Case]:
     }
     out = []
     for name, options in rows.items():
-        make = functools.partial(selection, **({"lengths": ragged, "budget": 64} | options))
+        shape: dict[str, Any] = {"lengths": ragged, "budget": 64} | options
+        make = functools.partial(selection, **shape)
         out.append(Case(f"select-{name}", "select", make))
     long = functools.partial(selection, lengths=[5000, 1025], budget=1024, recent=32, drafts=590, levels=200)
     return [*out, Case("select-long", "select", long)]
@@ -305,9 +309,10 @@ def _accept_cases() -> list[Case]:
     }
     out = []
     for name, (agree, drafts) in patterns.items():
-        shape = {"agree": agree, "num_drafts": drafts, "width": 5}
+        shape: dict[str, Any] = {"agree": agree, "num_drafts": drafts, "width": 5}
         out.append(Case(f"accept_greedy-{name}", "accept_greedy", functools.partial(greedy, **shape)))
-        for kind, extra in (("", {}), ("-one-hot", {"one_hot": True}), ("-zeros", {"zeros": True})):
+        kinds: dict[str, dict[str, Any]] = {"": {}, "-one-hot": {"one_hot": True}, "-zeros": {"zeros": True}}
+        for kind, extra in kinds.items():
             out.append(Case(f"accept_sampled-{name}{kind}", "accept_sampled", functools.partial(sampled, **shape, **extra)))
     for trouble in ("ties", "nan-judged", "nan-unused"):
         make = functools.partial(greedy, agree=[2, 1, 3], num_drafts=[4, 2, 3], width=5, trouble=trouble)
@@ -324,6 +329,7 @@ CASES: tuple[Case, ...] = (
     *_select_cases(),
     *_accept_cases(),
     Case("probabilities-warps", "probabilities", warps),
+    Case("probabilities-one-row", "probabilities", functools.partial(warps, rows=1, inflight=4)),
     Case("probabilities-ties", "probabilities", functools.partial(warps, ties=True)),
     Case("probabilities-extreme", "probabilities", functools.partial(warps, size=60.0)),
     *(Case(f"append_rollback-{t}", "append_rollback", functools.partial(cache_script, dtype=t), t) for t in TOLERANCES),

@@ -84,7 +84,7 @@ def test_selection_equals_picking_one_token_at_a_time(case):
 def test_the_table_covers_what_it_promises():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    shapes = [case.make.keywords for case in cases("sparse_verify")]
+    shapes = [getattr(case.make, "keywords", {}) for case in cases("sparse_verify")]
     assert {s["heads"][0] // s["heads"][1] for s in shapes if "heads" in s} >= {1, 3, 5, 6, 7, 8}
     assert {s["head_dim"] for s in shapes if "head_dim" in s} >= {32, 64, 80, 96, 128, 256}
     assert {max(s["num_tokens"]) for s in shapes} >= {1, 2, 4, 6, 9, 16}
