@@ -7,18 +7,74 @@ import importlib.util
 import numpy as np
 import pytest
 
+from dustin.interfaces import Tap, TokenSet
 from dustin.registry import create
 from tests.parity.adapters import CONFIGS, ModelCheck, implementations, write_model
-from tests.parity.cases import cases, check
+from tests.parity.cases import Implementation, Inputs, cases, check
 
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("dustin.backends.torch_triton.backend") is None:
     pytest.skip("the torch backend is not here", allow_module_level=True)
 
 import torch
 
+from dustin.backends.torch_triton import ops
+from dustin.backends.torch_triton.attention import Attention
+from dustin.backends.torch_triton.cache import TorchCache
+
 
 def to_numpy(x) -> np.ndarray:
     return x.detach().cpu().float().numpy() if x.is_floating_point() else x.detach().cpu().numpy()
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def kernels(dtype: torch.dtype) -> dict[str, Implementation]:
+    """The backend's inner operations on a one-layer cache that holds the given rows, poison included."""
+
+    def fill(i: Inputs) -> TorchCache:
+        batch, capacity, num_kv_heads, head_dim = i["keys"].shape
+        cache = TorchCache(1, batch, capacity, num_kv_heads, head_dim, dtype=dtype)
+        cache.keys[0].copy_(torch.from_numpy(i["keys"]))
+        cache.values[0].copy_(torch.from_numpy(i.get("values", i["keys"])))
+        cache.advance([n + t for n, t in zip(i["lengths"], i.get("num_tokens", [0] * batch), strict=True)])
+        return cache
+
+    def verify(i: Inputs) -> dict[str, np.ndarray]:
+        chosen = None
+        if "indices" in i:
+            chosen = TokenSet(torch.from_numpy(i["indices"]), torch.from_numpy(i["counts"]))
+        valid = torch.arange(i["q"].shape[1])[None] < torch.tensor(i["num_tokens"])[:, None]
+        attention = Attention(i["lengths"], i["num_tokens"], i["q"].shape[-1] ** -0.5)
+        out = torch.zeros(i["q"].shape, dtype=dtype)
+        out[valid] = attention(torch.from_numpy(i["q"]).to(dtype)[valid], fill(i), 0, chosen, None)
+        return {"out": to_numpy(out)}
+
+    def score(i: Inputs) -> dict[str, np.ndarray]:
+        queries = {0: torch.from_numpy(i["q"]).to(dtype)}
+        args = {"num_heads": i["num_heads"], "scale": i["q"].shape[-1] ** -0.5}
+        return {"scores": to_numpy(ops.score(queries, Tap({0: i["heads"]}), fill(i), i["lengths"], **args))}
+
+    def append_rollback(i: Inputs) -> dict[str, object]:
+        cache = TorchCache(1, i["batch"], i["capacity"], i["num_kv_heads"], i["head_dim"], dtype=dtype)
+        lengths, dropped = [], []
+        for kind, counts, *rows in i["steps"]:
+            if kind == "append":
+                valid = torch.arange(rows[0].shape[1])[None] < torch.tensor(counts)[:, None]
+                keys, values = (torch.from_numpy(x).to(dtype)[valid] for x in rows)
+                cache.write(0, cache.destinations(counts), keys, values)
+                cache.advance(counts)
+            else:
+                dropped.append(cache.rollback(counts))
+            lengths.append(cache.lengths)
+        return {"lengths": lengths, "dropped": dropped, "keys": to_numpy(cache.keys[0]), "values": to_numpy(cache.values[0])}
+
+    return {"dense_verify": verify, "sparse_verify": verify, "score": score, "append_rollback": append_rollback}
+
+
+@pytest.mark.parametrize("case", cases("dense_verify", "sparse_verify", "score", "append_rollback"), ids=lambda case: case.name)
+def test_inner_operation(case):
+    check(kernels(DTYPES[case.dtype])[case.op], case)
 
 
 @pytest.fixture(scope="module")
