@@ -28,7 +28,9 @@ def byte_tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
     return core
 
 
-def write(folder: Path, *, special: tuple[str, ...] = SPECIAL, seed: int = 0, template: str | None = TEMPLATE, **changes: Any) -> Path:
+def write(
+    folder: Path, *, special: tuple[str, ...] = SPECIAL, seed: int = 0, template: str | None = TEMPLATE, **changes: Any
+) -> Path:
     """Write the model into `folder`; `changes` go into config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     core = byte_tokenizer(special)
