@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dustin.backends.numpy_reference.backend import create
 from dustin.backends.numpy_reference.loading import load
@@ -235,3 +237,34 @@ def test_fingerprints_follow_weights_and_config():
     assert first.spec.fingerprint == same.spec.fingerprint != other.spec.fingerprint
     capped = NumpyModel(dataclasses.replace(BASE, attention_softcap=9.0), first.weights)
     assert capped.spec.fingerprint != first.spec.fingerprint
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_schedule_of_forwards_and_rollbacks_equals_a_fresh_run(data):
+    """Two ragged sequences; after each random step the cache holds exactly what one dense forward of the tokens would."""
+    model = random_model(dataclasses.replace(BASE, num_layers=2, windows=(None, 3)), 4)
+    cache, held = model.new_cache(2, 12), [[], []]
+    for _ in range(data.draw(st.integers(1, 5))):
+        if data.draw(st.booleans()):
+            lengths = [data.draw(st.integers(0, len(row))) for row in held]
+            assert cache.rollback(lengths) == tuple(len(row) - n for row, n in zip(held, lengths, strict=True))
+            held = [row[:n] for row, n in zip(held, lengths, strict=True)]
+        else:
+            new = [data.draw(st.lists(st.integers(0, 52), max_size=min(4, 12 - len(row)))) for row in held]
+            model.forward(backend.tokens(new), [len(row) for row in new], cache, logits="none")
+            held = [row + more for row, more in zip(held, new, strict=True)]
+        assert cache.lengths == tuple(len(row) for row in held)
+    fresh = model.new_cache(2, 12)
+    model.forward(backend.tokens(held), [len(row) for row in held], fresh, logits="none")
+    for mine, its in zip((*cache.keys, *cache.values), (*fresh.keys, *fresh.values), strict=True):
+        assert np.array_equal(mine, its, equal_nan=True)
+
+
+def test_a_limited_vocabulary_cuts_the_logits():
+    model = random_model(BASE, 3)
+    full = filled(model)[1]
+    model.limit_vocabulary(50)
+    assert np.allclose(filled(model)[1], full[:, :, :50], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="size is 54"):
+        model.limit_vocabulary(54)

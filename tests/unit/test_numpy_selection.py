@@ -108,3 +108,24 @@ def test_laws(length, sinks, recent, rest, drafts, seed, levels):
         assert chosen(None, draft, length, budget=budget, sinks=sinks, recent=recent) == got
     if drafts == 0:
         assert chosen(target, None, length, budget=budget, sinks=sinks, recent=recent) == got
+
+
+def test_a_set_is_extended_by_rows_younger_than_it_and_loses_what_was_rolled_back():
+    old = backend.select(None, None, [10, 3, 10], budget=4, num_sink_tokens=1, num_recent_tokens=1, num_draft_selected=0)
+    grown = backend.extend(old, [10, 3, 9], [12, 3, 11])
+    rows = [grown.indices[b, : grown.counts[b]].tolist() for b in range(3)]
+    assert rows == [[0, 7, 8, 9, 10, 11], [0, 1, 2], [0, 7, 8, 9, 10]]
+    assert old.counts.tolist() == [4, 3, 4]
+
+
+def test_rows_of_sets_and_queries_are_replaced_one_by_one():
+    narrow = backend.select(None, None, [9, 9], budget=2, num_sink_tokens=1, num_recent_tokens=1, num_draft_selected=0)
+    wide = backend.select(None, None, [9, 9], budget=5, num_sink_tokens=1, num_recent_tokens=1, num_draft_selected=0)
+    for old, new, expected in ((narrow, wide, [[0, 8], [0, 5, 6, 7, 8]]), (wide, narrow, [[0, 5, 6, 7, 8], [0, 8]])):
+        mixed = backend.replace_set_rows(old, new, [False, True])
+        assert [mixed.indices[b, : mixed.counts[b]].tolist() for b in range(2)] == expected
+    old, new = {3: np.zeros((2, 1, 2, 4))}, {3: np.ones((2, 1, 2, 4))}
+    assert backend.replace_rows(old, new, [True, False])[3][:, 0, 0, 0].tolist() == [1, 0]
+    assert backend.concat_queries([old, new])[3].shape == (2, 2, 2, 4)
+    with pytest.raises(ValueError, match="expected the same"):
+        backend.concat_queries([old, {1: new[3]}])
