@@ -1,0 +1,180 @@
+"""Keys and values in pages: one pool a model, a page table a cache, token-major rows [pages, page_size, Hkv, D] a layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from dustin.backends.torch_triton.cache import available_bytes, check_lengths
+from dustin.errors import MemoryLimitError
+
+# 64 rows: a page is one tile of the attention kernels, whose address then needs a single table entry.
+PAGE_SIZE = 64
+
+
+class PageAllocator:
+    """Which pages of a pool are free. Lower numbers first, so that runs are reproducible."""
+
+    def __init__(self, num_pages: int) -> None:
+        """All of 0..num_pages-1 are free. Raise ValueError when num_pages is below 1."""
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}, expected 1 or more")
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._used: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages that nobody else holds. Raise MemoryLimitError when fewer are free."""
+        if count < 0:
+            raise ValueError(f"count is {count}, expected 0 or more pages")
+        if count > self.num_free:
+            raise MemoryLimitError(f"{count} KV pages asked for, {self.num_free} are free: lower --max-kv-size or --batch")
+        pages = [self._free.pop() for _ in range(count)]
+        self._used.update(pages)
+        return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give pages back. Raise ValueError on a page that is not in use."""
+        for page in pages:
+            if page not in self._used:
+                raise ValueError(f"page {page} is not in use, expected one that allocate returned")
+            self._used.remove(page)
+        self._free += sorted(pages, reverse=True)
+
+
+class PagePool:
+    """The memory of one model's caches: for each layer K and V [pages, page_size, Hkv, D]. Never grows or moves."""
+
+    default_page_size = PAGE_SIZE
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        """Raise MemoryLimitError, naming asked and free bytes, where the pages do not fit."""
+        self.page_size = page_size
+        self.page_bytes = 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        asked, free = num_pages * self.page_bytes, available_bytes(device)
+        if free is not None and asked > free:
+            raise MemoryLimitError(
+                f"the KV cache asks for {asked} bytes ({num_pages} pages of {page_size} tokens), {free} are free: "
+                "lower --max-kv-size or --batch"
+            )
+        self.allocator = PageAllocator(num_pages)
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        try:
+            self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryLimitError(
+                f"the KV cache asks for {asked} bytes, {free} are free but not in one piece: lower --max-kv-size or --batch"
+            ) from error
+        self.device = device
+
+
+class PagedCache:
+    """The KVCache of interfaces.py over pages of a pool. Rows at and beyond `lengths[b]` hold anything.
+
+    Pages of all B * capacity rows are taken at once, so no append can fail and the table stays as it is; they go back to
+    the pool when the cache is dropped, and a finished sequence's with `free_row`.
+    """
+
+    def __init__(self, pool: PagePool, batch: int, capacity: int) -> None:
+        """Raise ValueError on a size below 1, MemoryLimitError when the pool has too few free pages."""
+        for name, value in (("batch", batch), ("capacity", capacity)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected 1 or more")
+        self.pool = pool
+        self.capacity = capacity
+        per_row = -(-capacity // pool.page_size)
+        self._pages = [pool.allocator.allocate(per_row) for _ in range(batch)] if self._fits(batch * per_row) else []
+        self.num_bytes = batch * per_row * pool.page_bytes
+        self.page_table = torch.tensor(self._pages, dtype=torch.int32).to(pool.device)
+        self._lengths: tuple[int, ...] = (0,) * batch
+        self._finalizer = weakref.finalize(self, _release, pool.allocator, self._pages)
+
+    def _fits(self, count: int) -> bool:
+        free = self.pool.allocator.num_free
+        if count > free:
+            raise MemoryLimitError(
+                f"the KV cache asks for {count * self.pool.page_bytes} bytes ({count} pages), "
+                f"{free * self.pool.page_bytes} are free in the pool: lower --max-kv-size or --batch"
+            )
+        return True
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Valid rows of each sequence (host values)."""
+        return self._lengths
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return len(self._lengths)
+
+    def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
+        """num_tokens as ints if each sequence has room for its share; raise ValueError if not."""
+        rooms = [(self.capacity if pages else 0) - n for pages, n in zip(self._pages, self._lengths, strict=True)]
+        return check_lengths("num_tokens", num_tokens, [0] * self.batch, rooms)
+
+    def advance(self, num_tokens: Sequence[int]) -> None:
+        """Count the rows that every layer has written."""
+        self._lengths = tuple(have + n for have, n in zip(self._lengths, self.check_room(num_tokens), strict=True))
+
+    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
+        new = check_lengths("lengths", lengths, [0] * self.batch, self._lengths)
+        dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
+        self._lengths = new
+        return dropped
+
+    def free_row(self, row: int) -> None:
+        """Give a finished sequence's pages back; it can feed no more tokens."""
+        pages, self._pages[row] = self._pages[row], []
+        self.pool.allocator.free(pages)
+        self._lengths = tuple(0 if b == row else n for b, n in enumerate(self._lengths))
+
+    def take(self, rows: Sequence[int], capacity: int | None = None) -> PagedCache:
+        """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""
+        check_lengths("rows", rows, [0] * len(rows), [self.batch - 1] * len(rows))
+        size = self.capacity if capacity is None else capacity
+        lengths = check_lengths("lengths", [self._lengths[row] for row in rows], [0] * len(rows), [size] * len(rows))
+        per_row = -(-size // self.pool.page_size)
+        pool = self.pool
+        if len(rows) * per_row > pool.allocator.num_free:
+            like = pool.keys[0]
+            pool = PagePool(
+                len(pool.keys), len(rows) * per_row, *like.shape[2:], dtype=like.dtype, device=pool.device, page_size=pool.page_size
+            )
+        other = PagedCache(pool, len(rows), size)
+        old, new = [], []
+        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            used = -(-length // pool.page_size)
+            old += self._pages[row][:used]
+            new += other._pages[b][:used]
+        if old:
+            source, target = (torch.tensor(pages, device=pool.device) for pages in (old, new))
+            pairs = zip((*self.pool.keys, *self.pool.values), (*pool.keys, *pool.values), strict=True)
+            for mine, its in pairs:
+                its[target] = mine[source]
+        other._lengths = lengths
+        return other
+
+
+def _release(allocator: PageAllocator, pages: list[list[int]]) -> None:
+    for row in pages:
+        allocator.free(row)

@@ -1,0 +1,150 @@
+"""One forward of a decoder as device launches alone: no host read, no shape that depends on a length, so a graph can hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from dustin.backends.torch_triton.config import ModelConfig
+from dustin.backends.torch_triton.cuda_cache import PagePool
+from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
+from dustin.backends.torch_triton.weights import Layer, Linear, Weights
+from dustin.triton_kernels import dense_verify as dense
+from dustin.triton_kernels import sparse_verify as sparse
+from dustin.triton_kernels.attention_core import AttentionWorkspace
+from dustin.triton_kernels.rope_append import rope_append
+from dustin.triton_kernels.translate_slots import translate_slots
+
+# Rows of one MLP product: bounds its intermediate [rows, 2 I] when a batch prefills.
+MLP_ROWS = 8192
+
+
+@dataclass
+class Slots:
+    """A token set as pool rows (see translate_slots): `slots` [B, k + T], committed entries `counts` [B], `indices` [B, k]."""
+
+    indices: torch.Tensor
+    slots: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass
+class Inputs:
+    """What a forward reads, all on the device: tokens [B, T] int64; lengths (before the step), num_tokens [B] int32;
+    page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense)."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    num_tokens: torch.Tensor
+    page_table: torch.Tensor
+    shared: Slots | None = None
+    by_layer: Mapping[int, Slots | None] = field(default_factory=dict)
+
+    def slots_of(self, layer: int) -> Slots | None:
+        """The set that `layer` reads."""
+        return self.by_layer.get(layer, self.shared)
+
+
+def make_slots(
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    lengths: torch.Tensor,
+    num_tokens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    max_tokens: int,
+) -> Slots:
+    """Slots of indices [B, k] int32 (counts[b] valid) followed by up to max_tokens in-flight rows from lengths[b] on."""
+    slots, slot_counts = translate_slots(indices, counts, lengths, num_tokens, page_table, page_size, max_tokens)
+    return Slots(indices, slots, slot_counts)
+
+
+class DeviceForward:
+    """The launches of one model over one page pool. Scratch is sized per shape on first use and kept for replays."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, pool: PagePool, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self.config = config
+        self.weights = weights
+        self.head: Linear = weights.head
+        self.pool = pool
+        self._cos, self._sin = cos, sin
+        self._workspaces: dict[tuple[int, ...], AttentionWorkspace] = {}
+
+    def run(
+        self, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Logits [B, T, V], [B, 1, V] or None, and for each layer of `heads` queries [B, T or 1, S, D]."""
+        batch, rows = inputs.tokens.shape
+        c, eps = self.config, self.config.rms_norm_eps
+        residual = F.embedding(inputs.tokens, self.weights.embedding).view(batch * rows, -1)
+        last = None
+        if last_row_only or logits == "last":
+            last = (inputs.num_tokens.long() - 1).clamp_(min=0) + torch.arange(batch, device=residual.device) * rows
+        queries: dict[int, torch.Tensor] = {}
+        update = None
+        for i, layer in enumerate(self.weights.layers):
+            x = add_norm(update, residual, layer.input_norm, eps)
+            q = self._project(layer, x, inputs, i, i in heads)
+            if i in heads:
+                queries[i] = self._capture(q, heads[i], last if last_row_only else None)
+            attended = self._attend(q, inputs, i)
+            update = F.linear(attended.view(batch * rows, -1), layer.output.weight, layer.output.bias)
+            x = add_norm(update, residual, layer.mlp_norm, eps)
+            update = self._mlp(layer, x)
+        if logits == "none":
+            return None, queries
+        x = add_norm(update, residual, self.weights.norm, eps)
+        if logits == "last":
+            x = x[last]
+        out = F.linear(x, self.head.weight, self.head.bias)
+        return out.view(batch, -1, out.shape[-1])[..., : c.vocab_size], queries
+
+    def _project(self, layer: Layer, x: torch.Tensor, inputs: Inputs, index: int, clean: bool) -> torch.Tensor:
+        """Queries [B, T, Hq, D] turned to their positions; keys and values go to the pool."""
+        c = self.config
+        batch, rows = inputs.tokens.shape
+        qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias).view(batch, rows, -1, c.head_dim)
+        q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 2)
+        # rope_append leaves rows that are not fed as they were; captured queries must be finite.
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if clean else None
+        return rope_append(
+            q, k, v, self.pool.keys[index], self.pool.values[index], inputs.page_table, inputs.lengths, inputs.num_tokens,
+            self._cos, self._sin, q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=c.rms_norm_eps, out=out,
+        )  # fmt: skip
+
+    def _capture(self, q: torch.Tensor, heads: tuple[int, ...], last: torch.Tensor | None) -> torch.Tensor:
+        chosen = q if len(heads) == q.shape[2] else q[:, :, list(heads)]
+        return chosen if last is None else chosen.flatten(0, 1)[last][:, None]
+
+    def _attend(self, q: torch.Tensor, inputs: Inputs, index: int) -> torch.Tensor:
+        window = self.config.windows[index] or 0
+        # A layer with a window keeps it and ignores the set.
+        slots = None if window else inputs.slots_of(index)
+        keys, values = self.pool.keys[index], self.pool.values[index]
+        if slots is None:
+            return dense.dense_verify(
+                q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, window=window,
+                workspace=self._workspace(q, inputs.page_table.shape[1] * self.pool.page_size, sparse_keys=False),
+            )  # fmt: skip
+        rows = slots.slots.shape[1] - q.shape[1]
+        return sparse.sparse_verify(
+            q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, slots.indices[:, :rows], slots.counts,
+            slots=slots.slots, slot_counts=slots.counts, workspace=self._workspace(q, slots.slots.shape[1], sparse_keys=True),
+        )  # fmt: skip
+
+    def _workspace(self, q: torch.Tensor, max_keys: int, sparse_keys: bool) -> AttentionWorkspace:
+        key = (*q.shape, max_keys, sparse_keys)
+        if key not in self._workspaces:
+            plan = (sparse if sparse_keys else dense).plan(q, self.config.num_kv_heads, max_keys)
+            self._workspaces[key] = AttentionWorkspace(plan.num_rows, q.shape[3], plan.num_counters, q.device)
+        return self._workspaces[key]
+
+    def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for rows in x.split(MLP_ROWS):
+            gated = silu_gate(F.linear(rows, layer.gate_up.weight, layer.gate_up.bias))
+            parts.append(F.linear(gated, layer.down.weight, layer.down.bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

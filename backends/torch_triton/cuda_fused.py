@@ -1,0 +1,97 @@
+"""Small fused kernels of a decoder block: residual add with RMS norm, SiLU gate, and the extension of a token set."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dustin.triton_kernels.runtime import INTERPRETED, begin_dependent, power_of_two
+
+
+def _options(num_warps: int) -> dict[str, object]:
+    """Launch options; on a device the kernel starts while the one before drains (programmatic dependent launch)."""
+    return {"num_warps": num_warps, "PDL": False} if INTERPRETED else {"num_warps": num_warps, "PDL": True, "launch_pdl": True}
+
+
+@triton.jit
+def add_norm_kernel(x, residual, weight, out, eps, ADD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row): residual += x, rounded to its dtype; out = residual / rms(residual) * weight."""
+    begin_dependent(PDL)
+    row = tl.program_id(0).to(tl.int64) * H
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    value = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(residual + row + column, value.to(residual.dtype.element_ty), mask=inside)
+        value = value.to(residual.dtype.element_ty).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + column, (value * inverse).to(out.dtype.element_ty).to(tl.float32) * scale, mask=inside)
+
+
+def add_norm(x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm [R, H] of residual + x; residual [R, H] is updated in place (x None: it is normed as it is)."""
+    rows, size = residual.shape
+    out = torch.empty_like(residual)
+    block = power_of_two(size)
+    add_norm_kernel[(rows,)](
+        residual if x is None else x, residual, weight, out, eps, ADD=x is not None, H=size, BLOCK=block,
+        **_options(8 if block > 2048 else 4),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def silu_gate_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (block of columns, row): out = silu(gate) * up."""
+    begin_dependent(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + column, silu * up, mask=inside)
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of gate_up [R, 2 I]: [R, I]."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = 1024
+    silu_gate_kernel[(triton.cdiv(size, block), rows)](gate_up, out, SIZE=size, BLOCK=block, **_options(4))
+    return out
+
+
+@triton.jit
+def extend_set_kernel(
+    indices, counts, starts, stops, out, out_counts, stride_i, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (sequence): entries below min(start, stop) stay in place, start .. stop-1 follow them."""
+    b = tl.program_id(0).to(tl.int64)
+    start, stop, count = tl.load(starts + b), tl.load(stops + b), tl.load(counts + b)
+    entry = tl.arange(0, BLOCK)
+    index = tl.load(indices + b * stride_i + entry, mask=entry < tl.minimum(count, WIDTH), other=2147483647)
+    stays = index < tl.minimum(start, stop)
+    # Ascending entries: those that stay are a prefix.
+    kept = tl.sum(stays.to(tl.int32), 0)
+    total = kept + tl.maximum(stop - start, 0)
+    value = tl.where(stays, index, start + entry - kept)
+    tl.store(out + b * OUT + entry, tl.where(entry < total, value, 0), mask=entry < OUT)
+    tl.store(out_counts + b, total)
+
+
+def extend_set(
+    indices: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Backend.extend` on device tensors: indices [B, k] ascending, counts, starts, stops [B] int32 -> [B, width], [B] int32."""
+    batch, k = indices.shape
+    out = torch.empty((batch, width), dtype=torch.int32, device=indices.device)
+    out_counts = torch.empty_like(counts)
+    extend_set_kernel[(batch,)](
+        indices, counts, starts, stops, out, out_counts, indices.stride(0),
+        WIDTH=k, OUT=width, BLOCK=power_of_two(max(k, width)), num_warps=4,
+    )  # fmt: skip
+    return out, out_counts

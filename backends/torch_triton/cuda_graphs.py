@@ -1,0 +1,54 @@
+"""CUDA graphs of a forward, one for each shape: static inputs, replayed outputs; the same code runs eager with graphs off."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def graphs_enabled(device: torch.device) -> bool:
+    """Graphs are on for a CUDA device unless DUSTIN_CUDA_GRAPHS=0."""
+    return device.type == "cuda" and os.environ.get("DUSTIN_CUDA_GRAPHS", "1") != "0"
+
+
+class Captured:
+    """A function without arguments over static tensors, captured once. `seconds` is what warming up and capturing took.
+
+    Calling it replays the graph and returns the outputs of the capture: the same tensors each time, overwritten.
+    """
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any = None, enabled: bool = True) -> None:
+        self.outputs: Any = None
+        self.seconds = 0.0
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if not enabled:
+            return
+        began = time.perf_counter()
+        # The first run compiles kernels and fills caches, which a capture may not do.
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            function()
+        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self.outputs = function()
+        self.seconds = time.perf_counter() - began
+
+    @property
+    def pool(self) -> Any:
+        """The memory pool of the graph, to be shared with others of the same model (None when eager)."""
+        return self._graph.pool() if self._graph is not None else None
+
+    def __call__(self) -> Any:
+        """Replay (or run, with graphs off) and return the outputs."""
+        if self._graph is None:
+            return self._function()
+        self._graph.replay()
+        return self.outputs

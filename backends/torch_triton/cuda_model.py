@@ -1,0 +1,248 @@
+"""The Model of interfaces.py on a CUDA device: paged cache, Triton attention, one CUDA graph for each shape of call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dustin.backends.torch_triton import rope
+from dustin.backends.torch_triton.cache import check_lengths
+from dustin.backends.torch_triton.config import ModelConfig
+from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
+from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
+from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
+from dustin.backends.torch_triton.weights import Linear, Weights, fingerprint
+from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
+
+# Calls with more rows a sequence (prefill chunks) run eager: launches do not limit them, and their shapes vary.
+MAX_GRAPH_ROWS = 64
+# Widths of a token set are rounded up to this, so that a set that grows a little finds its graph again.
+SET_MULTIPLE = 64
+
+
+class CudaModel:
+    """Model of interfaces.py. `device` "cpu" works under TRITON_INTERPRET=1 (tests), without graphs."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+        self.config = config
+        self.weights = weights
+        self.scale = config.head_dim**-0.5
+        self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
+        self.use_graphs = graphs_enabled(self.device)
+        self.capture_seconds = 0.0
+        self._head: Linear = weights.head
+        inverse, amplitude = rope.frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config.context_length)
+        # rope_append wants one row a position: [context, D/2].
+        angle = torch.arange(config.context_length, dtype=torch.float64)[:, None] * inverse
+        self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
+        self._engines: list[_Engine] = []
+        self.spec = ModelSpec(
+            name=name,
+            architecture=config.architecture,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            context_length=config.context_length,
+            dtype=str(self.dtype).removeprefix("torch."),
+            fingerprint=fingerprint(config, weights),
+            sliding_layers=tuple(i for i, window in enumerate(config.windows) if window),
+            bytes_per_kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize,
+            weight_bytes=weights.num_bytes,
+        )
+
+    def limit_vocabulary(self, size: int) -> None:
+        """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""
+        if not 1 <= size <= self.config.vocab_size:
+            raise ValueError(f"size is {size}, expected 1 to {self.config.vocab_size}")
+        self._head = Linear(self.weights.head.weight[:size], None)
+        self.spec = dataclasses.replace(self.spec, vocab_size=size)
+        for engine in self._engines:
+            engine.forward.head = self._head
+            engine.graphs.clear()
+
+    def new_cache(self, batch: int, capacity: int) -> PagedCache:
+        """An empty cache: see Model.new_cache. Pages come from a pool of this model, which lives on for later caches."""
+        if capacity > self.config.context_length:
+            raise ValueError(f"capacity is {capacity}, expected at most the context of {self.config.context_length} tokens")
+        c = self.config
+        for engine in self._engines:
+            if engine.pool.allocator.num_free >= batch * -(-capacity // engine.pool.page_size):
+                return PagedCache(engine.pool, batch, capacity)
+        # A pool that nobody uses is too small for this call: its memory serves better here.
+        self._engines = [e for e in self._engines if e.pool.allocator.num_free < e.pool.allocator.num_pages]
+        pages = batch * -(-capacity // PagePool.default_page_size)
+        pool = PagePool(c.num_layers, pages, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
+        self._engine(pool)
+        return PagedCache(pool, batch, capacity)
+
+    def device_forward(self, cache: PagedCache) -> DeviceForward:
+        """The launches behind `forward` over a cache's pool, for callers that capture more than one call in a graph."""
+        return self._engine(cache.pool).forward
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        num_tokens: Sequence[int],
+        cache: PagedCache,
+        *,
+        token_set: TokenSet | None = None,
+        tap: Tap | None = None,
+        logits: str = "all",
+    ) -> ForwardResult:
+        """See Model.forward. Raise ValueError on a bad count, tap or cache; token ids are not read back to be checked."""
+        batch, rows = tokens.shape
+        if batch != cache.batch:
+            raise ValueError(f"tokens have {batch} rows, expected the {cache.batch} sequences of the cache")
+        counts = check_lengths("num_tokens", num_tokens, [0] * batch, [rows] * batch)
+        cache.check_room(counts)
+        if logits not in ("all", "last", "none"):
+            raise ValueError(f"logits is {logits!r}, expected all, last or none")
+        heads = {} if tap is None else {layer: tuple(chosen) for layer, chosen in tap.heads.items()}
+        if unknown := set(heads) - set(range(self.config.num_layers)):
+            raise ValueError(f"tap names layers {sorted(unknown)}, expected 0 to {self.config.num_layers - 1}")
+        if not any(counts):
+            return self._nothing(batch, rows, heads, tap, logits)
+        call = _Call(self._engine(cache.pool), cache, rows, token_set, heads, bool(tap and tap.last_row_only), logits)
+        out, queries = call.run(tokens, cache.lengths, counts, self.use_graphs and rows <= MAX_GRAPH_ROWS)
+        self.capture_seconds = sum(engine.capture_seconds for engine in self._engines)
+        cache.advance(counts)
+        return ForwardResult(out, queries)
+
+    def _nothing(self, batch: int, rows: int, heads: Mapping[int, tuple[int, ...]], tap: Tap | None, logits: str) -> ForwardResult:
+        """The result where no row takes part."""
+        kept = 1 if tap is not None and tap.last_row_only else rows
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        queries = {i: torch.zeros(batch, kept, len(h), self.config.head_dim, **options) for i, h in heads.items()}
+        height = {"all": rows, "last": 1}.get(logits)
+        return ForwardResult(None if height is None else torch.zeros(batch, height, self.spec.vocab_size, **options), queries)
+
+    def _engine(self, pool: PagePool) -> _Engine:
+        for engine in self._engines:
+            if engine.pool is pool:
+                return engine
+        forward = DeviceForward(self.config, self.weights, pool, self._cos, self._sin)
+        forward.head = self._head
+        self._engines.append(_Engine(pool, forward))
+        return self._engines[-1]
+
+
+# Static copies of a call's sets: layer (or _SHARED) -> indices [B, k], counts [B].
+_Sets = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class _Engine:
+    """One pool, its launches and the graphs that hold its addresses."""
+
+    pool: PagePool
+    forward: DeviceForward
+    graphs: dict[tuple[Any, ...], tuple[Inputs, _Sets, Captured]] = field(default_factory=dict)
+    capture_seconds: float = 0.0
+    memory: Any = None
+
+
+class _Call:
+    """One call of `forward`: finds or makes the graph of its shape, fills its static inputs, copies the outputs out."""
+
+    def __init__(
+        self,
+        engine: _Engine,
+        cache: PagedCache,
+        rows: int,
+        token_set: TokenSet | None,
+        heads: dict[int, tuple[int, ...]],
+        last_row_only: bool,
+        logits: str,
+    ) -> None:
+        self._engine, self._cache, self._rows = engine, cache, rows
+        self._heads, self._last_row_only, self._logits = heads, last_row_only, logits
+        self._dense = frozenset(token_set.dense_layers) if token_set is not None else frozenset()
+        self._sets = _sets_of(token_set)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        graph: bool,
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        widths = tuple((layer, _rounded(part.indices.shape[1])) for layer, part in sorted(self._sets.items()))
+        shape = (*tokens.shape, self._cache.page_table.shape[1], widths, self._dense)
+        key = (*shape, tuple(sorted(self._heads.items())), self._last_row_only, self._logits, graph)
+        if key not in self._engine.graphs:
+            inputs, sets = self._static(tokens.shape, dict(widths))
+            self._fill(inputs, sets, tokens, lengths, counts)
+            captured = Captured(lambda: self._launch(inputs, sets), tokens.device, self._engine.memory, graph)
+            self._engine.memory = self._engine.memory or captured.pool
+            self._engine.capture_seconds += captured.seconds
+            self._engine.graphs[key] = (inputs, sets, captured)
+        inputs, sets, captured = self._engine.graphs[key]
+        self._fill(inputs, sets, tokens, lengths, counts)
+        out, queries = captured()
+        if not graph:
+            return out, queries
+        # The next replay overwrites what the graph returned, and callers keep queries over several calls.
+        return None if out is None else out.clone(), {layer: q.clone() for layer, q in queries.items()}
+
+    def _static(self, shape: Sequence[int], widths: dict[int, int]) -> tuple[Inputs, _Sets]:
+        batch, device = shape[0], self._cache.page_table.device
+        control = torch.zeros(2, batch, dtype=torch.int32, device=device)
+        tokens = torch.zeros(tuple(shape), dtype=torch.long, device=device)
+        table = torch.zeros_like(self._cache.page_table)
+        sets = {
+            layer: (
+                torch.zeros(batch, width, dtype=torch.int32, device=device),
+                torch.zeros(batch, dtype=torch.int32, device=device),
+            )
+            for layer, width in widths.items()
+        }
+        return Inputs(tokens, control[0], control[1], table), sets
+
+    def _fill(
+        self,
+        inputs: Inputs,
+        sets: _Sets,
+        tokens: torch.Tensor,
+        lengths: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:
+        inputs.tokens.copy_(tokens)
+        inputs.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
+        inputs.num_tokens.copy_(torch.tensor(counts, dtype=torch.int32), non_blocking=True)
+        inputs.page_table.copy_(self._cache.page_table)
+        for layer, (indices, sizes) in sets.items():
+            part = self._sets[layer]
+            indices[:, : part.indices.shape[1]].copy_(part.indices)
+            sizes.copy_(part.counts)
+
+    def _launch(self, inputs: Inputs, sets: _Sets) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        page_size = self._engine.pool.page_size
+        made = {
+            layer: make_slots(
+                indices, sizes, inputs.lengths, inputs.num_tokens, inputs.page_table, page_size, inputs.tokens.shape[1]
+            )
+            for layer, (indices, sizes) in sets.items()
+        }
+        by_layer: dict[int, Any] = {layer: None for layer in self._dense}
+        by_layer.update({layer: slots for layer, slots in made.items() if layer >= 0})
+        complete = dataclasses.replace(inputs, shared=made.get(_SHARED), by_layer=by_layer)
+        return self._engine.forward.run(complete, self._heads, self._last_row_only, self._logits)
+
+
+# Key of the set that all layers share, beside the layer numbers of those with their own.
+_SHARED = -1
+
+
+def _sets_of(token_set: TokenSet | None) -> dict[int, TokenSet]:
+    return {} if token_set is None else {_SHARED: token_set, **token_set.by_layer}
+
+
+def _rounded(width: int) -> int:
+    return max(SET_MULTIPLE, -(-width // SET_MULTIPLE) * SET_MULTIPLE)

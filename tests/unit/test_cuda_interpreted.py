@@ -1,0 +1,98 @@
+"""The CUDA model on the CPU under Triton's interpreter: the same logits, queries and cache as the torch CPU model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs below, in a process of its own")
+
+
+def test_under_the_interpreter():
+    """Triton reads TRITON_INTERPRET when it is imported, so these tests need a fresh process."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("already interpreted")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def make_models(**changes):
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+    from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
+    from dustin.backends.torch_triton.model import TorchModel
+
+    config = qwen2_config(64, 96, 2, 4, 2, 50, context_length=256)
+    config = dataclasses.replace(config, **changes)
+    weights = random_weights(config, torch.float32, torch.device("cpu"), seed=1)
+    return TorchModel(config, weights, "cpu"), CudaModel(config, weights, "paged")
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).norm() <= 1e-4 * b.norm())
+
+
+@interpreted
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "architecture": "Qwen3ForCausalLM"}, {"windows": (4, None)}])
+def test_forward_equals_the_cpu_model(changes):
+    from dustin.interfaces import Tap, TokenSet
+
+    expected_model, model = make_models(**changes)
+    caches = [m.new_cache(2, 100) for m in (expected_model, model)]
+    generator = torch.Generator().manual_seed(0)
+    sets = TokenSet(torch.tensor([[0, 3, 7], [1, 2, 0]], dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32))
+    tap = Tap({1: (0, 3)})
+    calls = [
+        (9, (9, 5), None, "last"),
+        (3, (3, 1), None, "all"),
+        (3, (0, 3), sets, "all"),
+        (2, (2, 2), dataclasses.replace(sets, dense_layers=(0,)), "last"),
+        (2, (1, 2), TokenSet(sets.indices[:, :1], sets.counts.clamp(max=1), by_layer={1: sets}), "all"),
+    ]
+    for rows, counts, token_set, logits in calls:
+        tokens = torch.randint(0, 50, (2, rows), generator=generator)
+        outs = [
+            m.forward(tokens, counts, cache, token_set=token_set, tap=tap, logits=logits)
+            for m, cache in zip((expected_model, model), caches, strict=True)
+        ]
+        assert caches[0].lengths == caches[1].lengths
+        for b, count in enumerate(counts):
+            if not count:
+                continue
+            last = slice(0, 1) if logits == "last" else slice(0, count)
+            assert near(outs[1].logits[b, last], outs[0].logits[b, last])
+            assert near(outs[1].queries[1][b, :count], outs[0].queries[1][b, :count])
+        for cache in caches:
+            cache.rollback([max(0, n - 1) for n in cache.lengths])
+
+
+@interpreted
+def test_random_weights_have_the_spec_of_the_config_and_vocabulary_is_cut():
+    _, model = make_models()
+    model.limit_vocabulary(40)
+    cache = model.new_cache(1, 8)
+    out = model.forward(torch.tensor([[1, 2]]), [2], cache, logits="all")
+    assert out.logits.shape == (1, 2, 40)
+    assert model.spec.vocab_size == 40
+
+
+@interpreted
+def test_extend_set_keeps_a_prefix_and_adds_a_span():
+    from dustin.backends.torch_triton.cuda_fused import extend_set
+
+    indices = torch.tensor([[0, 2, 5, 9], [1, 3, 4, 0]], dtype=torch.int32)
+    counts = torch.tensor([4, 3], dtype=torch.int32)
+    starts, stops = torch.tensor([10, 8], dtype=torch.int32), torch.tensor([12, 4], dtype=torch.int32)
+    out, sizes = extend_set(indices, counts, starts, stops, 7)
+    assert sizes.tolist() == [6, 2]
+    assert out[0, :6].tolist() == [0, 2, 5, 9, 10, 11]
+    assert out[1, :2].tolist() == [1, 3]
