@@ -85,3 +85,32 @@ def test_queries_and_scores_have_the_contract_shapes():
     assert {layer: q.shape for layer, q in result.queries.items()} == {1: (2, 1, 2, 4), 3: (2, 1, 1, 4)}
     scores = backend.score(result.queries, tap, model, cache, cache.lengths)
     assert np.allclose(np.where(np.isinf(scores), 0, scores).sum(axis=1), 1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("mode", ["dense", "exact", "sparse"])
+def test_an_engine_on_a_model_whose_output_hangs_on_the_set(monkeypatch, mode, share):
+    """Lossless modes equal plain decoding although every sparse decision is wrong or unsure; sparse itself then differs."""
+    from dustin.config import EngineOptions, RequestOptions
+    from tests.unit import engine_helpers
+
+    table = random_table(engine_helpers.VOCAB, 1)
+    target, draft = ToyModel(table, set_weight=3.0), ToyModel(altered(table, share))
+    monkeypatch.setattr(engine_helpers, "target", lambda: target)
+    monkeypatch.setattr(engine_helpers, "draft", lambda: draft)
+
+    def tokens(mode, drafter):
+        options = EngineOptions(mode=mode, budget=16, num_sink_tokens=2, num_recent_tokens=4)
+        engine = engine_helpers.make_engine(options, drafter)
+        rows, _ = engine_helpers.run(engine, [list(range(40)), [3, 4, 5]], RequestOptions(max_tokens=40))
+        return [list(row.tokens) for row in rows]
+
+    assert (tokens(mode, "draft") == tokens("ar", "none")) == (mode != "sparse")
+
+
+def test_a_limited_vocabulary_keeps_the_table():
+    model = ToyModel(TABLE, vocab_size=30)
+    model.limit_vocabulary(25)
+    assert feed(model, model.new_cache(1, 4), [3]).logits.shape == (1, 1, 25)
+    with pytest.raises(ValueError, match="size is 20"):
+        model.limit_vocabulary(20)

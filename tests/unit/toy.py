@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -78,6 +79,12 @@ class ToyModel:
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty numpy cache."""
         return Cache(self.spec.num_layers, batch, capacity, 1, _HEAD_DIM)
+
+    def limit_vocabulary(self, size: int) -> None:
+        """Logits have the first `size` entries from now on. Raise ValueError below the table's own vocabulary."""
+        if not self.table.shape[-1] <= size <= self.spec.vocab_size:
+            raise ValueError(f"size is {size}, expected {self.table.shape[-1]} to {self.spec.vocab_size}")
+        self.spec = dataclasses.replace(self.spec, vocab_size=size)
 
     def states(self, cache: Cache, b: int, layer: int = 0) -> list[int]:
         """State of every cached row of sequence b: equal to a dense prefill's unless a row was computed sparsely."""
