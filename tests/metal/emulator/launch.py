@@ -81,6 +81,12 @@ def declared_writes(source: str) -> tuple[str, ...]:
     return tuple(match[1].split()) if match else ()
 
 
+def declared_unwritten(source: str) -> tuple[str, ...]:
+    """Outputs (scratch between kernels) that a text declares partly unwritten: a line `// may stay unwritten: partial`."""
+    match = re.search(r"//\s*may stay unwritten:([^\n]*)", source)
+    return tuple(match[1].split()) if match else ()
+
+
 def run(
     kernel: TracedKernel,
     inputs: Sequence[np.ndarray],
@@ -134,6 +140,8 @@ def run(
         held.append((names[position], out, True, init_value is not None))
         position += 1
     _launch(library, kernel, held, report, order, seed, check, threadgroup_limit, step_limit)
+    scratch = declared_unwritten(kernel.source)
+    report.findings = [f for f in report.findings if f.kind != "unwritten" or f.text.split()[1].rstrip(":") not in scratch]
     report.outputs = outputs
     report.mutated = {n: a for n, a, w, _ in held[: len(held) - len(outputs)] if w}
     if report.findings and strict:

@@ -3,7 +3,7 @@
 #include "emu_math.h"
 
 namespace metal {
-enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4, mem_device_and_threadgroup = 3 };
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
 inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 EMU_INLINE void threadgroup_barrier(mem_flags f, int line = __builtin_LINE()) { emu_barrier(0, int(f), line); }
 EMU_INLINE void simdgroup_barrier(mem_flags f, int line = __builtin_LINE()) { emu_barrier(1, int(f), line); }
