@@ -27,6 +27,6 @@ fi
 wanted="extras:$EXTRAS $(cat pyproject.toml constraints.txt setup.sh | cksum)"
 if [ "$(cat ".venv/installed$EXTRAS" 2>/dev/null)" != "$wanted" ]; then
     echo "installing Dustin into .venv ..." >&2
-    "$VENV_BIN/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$EXTRAS" >&2
+    "$VENV_BIN/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".$EXTRAS" >&2
     echo "$wanted" >".venv/installed$EXTRAS"
 fi

