@@ -1,0 +1,406 @@
+"""Decoding speed on one GPU: Qwen2.5-7B shape with a 0.5B draft shape, random weights, against our own tuned plain decoding.
+
+Random weights agree on nothing, so acceptance is replayed: every round and every dense check runs in full and then keeps
+as many tokens as a fixed table says. The tables come from per-token agreements (0.80 gives 3.7 tokens a round at 5 drafts,
+0.93 gives 13 tokens a check at block 32, what real pairs were measured at); the rows carry the histograms.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from bench import rows as result_rows
+from bench.decode_rounds import RoundOptions, Rounds, Side
+from dustin.backends.torch_triton.cuda_forward import Inputs, make_slots
+from dustin.backends.torch_triton.cuda_graphs import Captured
+from dustin.backends.torch_triton.cuda_model import CudaModel
+from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_7B, random_weights
+from dustin.interfaces import Tap
+from dustin.selection import draft_tap, target_tap
+from dustin.triton_kernels.argmax_rows import argmax_rows
+
+AGREEMENT = 0.80
+CHECK_AGREEMENT = 0.93
+# Rows that decoding may add before the lengths start over.
+SLACK = 1024
+RECTIFY_CHUNK = 160
+
+
+def replay_table(agreement: float, most: int, count: int, batch: int, seed: int) -> torch.Tensor:
+    """[count, batch] int32 on the CPU: accepted drafts when each is right with probability `agreement`, at most `most`."""
+    uniforms = torch.rand(count, batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (uniforms.log() / math.log(agreement)).floor().clamp(max=most).to(torch.int32)
+
+
+def histogram(accepted: torch.Tensor) -> dict[str, float]:
+    """Share of each number of accepted drafts."""
+    values = Counter(accepted.flatten().tolist())
+    return {str(n): round(values[n] / accepted.numel(), 4) for n in sorted(values)}
+
+
+def gpu_ms(function: Callable[[], Any], repeats: int = 10) -> float:
+    """Mean device time of a replay."""
+    function()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        function()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
+class DecodeBench:
+    """Two random models on a device, and every way of decoding with them."""
+
+    def __init__(self, context: int, batch: int, budget: int, paper_scoring: bool) -> None:
+        device = torch.device("cuda")
+        self.device, self.context, self.budget, self.paper = device, context, budget, paper_scoring
+        self.target = CudaModel(QWEN2_7B, random_weights(QWEN2_7B, torch.bfloat16, device), "qwen2.5-7b-shape")
+        self.draft = CudaModel(QWEN2_0_5B, random_weights(QWEN2_0_5B, torch.bfloat16, device, 1), "qwen2.5-0.5b-shape")
+        self.draft.limit_vocabulary(QWEN2_0_5B.vocab_size)
+        self.target.limit_vocabulary(QWEN2_0_5B.vocab_size)
+        for model in (self.target, self.draft):
+            pool = model.new_cache(batch, context + SLACK).pool
+            for store in (*pool.keys, *pool.values):
+                store.normal_()
+        self.results: list[dict[str, Any]] = []
+        self.baseline: dict[int, float] = {}
+        self.capture_seconds = 0.0
+        self._memory: Any = None
+
+    def sides(self, batch: int) -> tuple[Side, Side]:
+        """Target and draft with caches of `batch` rows."""
+        taps = target_tap(self.target.spec), draft_tap(self.draft.spec)
+        if self.paper:
+            # One target layer and three draft layers, four heads each; the heads of the target lie in four kv heads.
+            first = max(taps[0].heads)
+            taps = Tap({first: (0, 7, 14, 21)}), Tap({layer: (0, 3, 7, 10) for layer in taps[1].heads})
+        caches = [model.new_cache(batch, self.context + SLACK) for model in (self.target, self.draft)]
+        return Side(self.target, caches[0], taps[0]), Side(self.draft, caches[1], taps[1])
+
+    def rounds(self, batch: int, sparse: bool, sparse_draft: bool) -> Rounds:
+        """Fresh state of one variant."""
+        options = RoundOptions(sparse, sparse_draft, budget=self.budget)
+        accepted = replay_table(AGREEMENT, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
+        return Rounds(*self.sides(batch), options, self.context, accepted)
+
+    def capture(self, function: Callable[[], Any]) -> Captured:
+        """A graph of `function`; its seconds are added up."""
+        captured = Captured(function, self.device, self._memory)
+        self._memory = self._memory or captured.pool
+        self.capture_seconds += captured.seconds
+        return captured
+
+    def record(self, batch: int, mode: str, tokens: int, seconds: float, **more: Any) -> None:
+        """One row; `tokens` over all sequences."""
+        rate = tokens / seconds
+        if mode == "ar":
+            self.baseline[batch] = rate
+        row = {
+            "bench": "decode",
+            "card": torch.cuda.get_device_name(),
+            "model": "Qwen2.5-7B + Qwen2.5-0.5B shapes",
+            "weights": "random",
+            "dtype": "bfloat16",
+            "context": self.context,
+            "batch": batch,
+            "mode": mode,
+            "scoring": "1 layer x 4 heads + 3 draft layers x 4 heads" if self.paper else "2 layers + 3 draft layers, all heads",
+            "tokens_per_second": round(rate, 1),
+            "tokens_per_second_per_sequence": round(rate / batch, 2),
+            "baseline": "our dense autoregressive decoding with CUDA graphs",
+            "ratio": round(rate / self.baseline[batch], 3) if batch in self.baseline else None,
+            **more,
+            "command": os.environ.get("BENCH_COMMAND") or result_rows.command(),
+            "commit": os.environ.get("BENCH_COMMIT") or result_rows.commit(),
+        }
+        self.results.append(row)
+        shown = {k: v for k, v in more.items() if k != "histogram"}
+        click.echo(f"B={batch:2d} {mode:28s} {rate:9.1f} tok/s  x{row['ratio'] or 0:.2f}  {shown}", err=True)
+
+    def run(self, name: str, batch: int, blocks: list[int]) -> None:
+        """Measure one of the modes that `--modes` names."""
+        if name == "ar":
+            self.plain(batch)
+        elif name == "dense":
+            self.speculative(batch, "dense", False, False, 16)
+        elif name == "sparse":
+            self.speculative(batch, "sparse, dense draft", True, False, 24)
+        elif name == "both":
+            self.speculative(batch, "sparse, sparse draft", True, True)
+        elif name == "rectified":
+            self.rectified(batch)
+        elif name == "exact":
+            for block in blocks:
+                self.exact(batch, block)
+        else:
+            raise click.UsageError(f"mode {name!r}: expected ar, dense, sparse, both, rectified or exact")
+
+    def plain(self, batch: int, steps: int = 24) -> None:
+        """The baseline."""
+        state = self.rounds(batch, False, False)
+        step = self.capture(state.plain_step)
+        state.reset()
+        seconds = self._loop(step, state, steps)[0]
+        self.record(batch, "ar", steps * batch, seconds, query_rows=1, step_ms=round(1e3 * seconds / steps, 3))
+
+    def _loop(self, graph: Captured, state: Rounds, count: int) -> tuple[float, int]:
+        """Seconds and tokens of `count` replays, each followed by the one small read a round needs."""
+        graph()
+        state.verdict.cpu()
+        torch.cuda.synchronize()
+        began, tokens = time.perf_counter(), 0
+        for _ in range(count):
+            graph()
+            host = state.verdict.tolist()
+            tokens += sum(row[0] + 1 for row in host)
+        return time.perf_counter() - began, tokens
+
+    def speculative(self, batch: int, mode: str, sparse: bool, sparse_draft: bool, count: int = 40) -> None:
+        """Rounds of one variant, and where a round's time goes."""
+        state = self.rounds(batch, sparse, sparse_draft)
+        whole = self.capture(state.whole)
+        state.reset()
+        seconds, tokens = self._loop(whole, state, count)
+        state.reset()
+        round_us = 1e3 * gpu_ms(whole)
+        options = state.options
+        self.record(
+            batch, mode, tokens, seconds, query_rows=options.num_draft_tokens + 1, num_draft_tokens=options.num_draft_tokens,
+            budget=options.budget if sparse else None, acceptance="replayed", acceptance_length=round(tokens / count / batch, 3),
+            histogram=histogram(state.accepted), round_us=round(1e6 * seconds / count, 1), device_us=round(round_us, 1),
+            host_us=round(1e6 * seconds / count - round_us, 1), **self._breakdown(state),
+        )  # fmt: skip
+
+    def _breakdown(self, state: Rounds) -> dict[str, float]:
+        """Device microseconds of each phase, captured and timed alone."""
+        state.reset()
+        draft = self.capture(state.propose)
+        drafts, lookahead = draft.outputs
+        times = {"draft_us": gpu_ms(draft)}
+        if state.options.sparse:
+            score = self.capture(lambda: state.score(lookahead))
+            times["score_us"] = gpu_ms(score)
+            times["select_us"] = gpu_ms(self.capture(lambda: state.select(*score.outputs)))
+        verify = self.capture(lambda: state.verify(drafts))
+        logits, queries = verify.outputs
+        times["verify_us"] = gpu_ms(verify)
+        times["verify_attention_us"] = gpu_ms(self.capture(lambda: self._attention(state)))
+        times["verify_gemms_us"] = times["verify_us"] - times["verify_attention_us"]
+        accept = self.capture(lambda: state.accept(drafts, logits, queries))
+        state.reset()
+        times["accept_us"] = gpu_ms(accept)
+        return {name: round(1e3 * value, 1) for name, value in times.items()}
+
+    def _attention(self, state: Rounds) -> None:
+        """The verification's attention alone, all layers."""
+        forward, side = state.target.forward, state.target
+        tokens = torch.zeros(state.batch, state.options.num_draft_tokens + 1, dtype=torch.int32, device=self.device)
+        inputs = side_inputs(state, tokens)
+        config = forward.config
+        q = torch.randn(*tokens.shape, config.num_heads, config.head_dim, device=self.device).to(side.cache.pool.keys[0].dtype)
+        for layer in range(config.num_layers):
+            forward._attend(q, inputs, layer)
+
+    def rectified(self, batch: int, interval: int = 256, cycles: int = 1) -> None:
+        """Sparse rounds; every `interval` tokens all rows since the last time are computed again densely."""
+        state = self.rounds(batch, True, True)
+        whole = self.capture(state.whole)
+        tokens = torch.randint(0, 1000, (batch, RECTIFY_CHUNK), dtype=torch.int32, device=self.device)
+        starts, counts = torch.zeros_like(state.pending), torch.full_like(state.pending, 1)
+        chunk = self.capture(lambda: state.dense_pass(tokens, starts, counts, "none"))
+        state.reset()
+        rounds = -(-interval * 10 // 37)
+        dense, made, passes = state.target_lengths.clone(), 0, 0
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(cycles):
+            behind = [0] * batch
+            for _ in range(rounds):
+                whole()
+                host = state.verdict.tolist()
+                behind = [n + row[0] + 1 for n, row in zip(behind, host, strict=True)]
+            made += sum(behind)
+            for first in range(0, max(behind), RECTIFY_CHUNK):
+                starts.copy_(dense + first)
+                counts.copy_((state.target_lengths - starts).clamp(0, RECTIFY_CHUNK))
+                _, queries = chunk()
+                passes += 1
+            for layer, q in queries.items():
+                state.history[layer].copy_(q)
+            dense.copy_(state.target_lengths)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        counts.fill_(RECTIFY_CHUNK)
+        self.record(
+            batch, f"rectified {interval}", made, seconds, query_rows=6, budget=self.budget, acceptance="replayed",
+            acceptance_length=round(made / rounds / cycles / batch, 3), histogram=histogram(state.accepted),
+            rectify_interval=interval, rectify_passes=passes, rectify_pass_ms=round(gpu_ms(chunk, 2), 2),
+        )  # fmt: skip
+
+    def exact(self, batch: int, block: int, checks: int = 6) -> None:
+        """Sparse rounds propose up to `block` tokens, one dense pass of block + 1 rows checks them."""
+        state = self.rounds(batch, True, True)
+        whole = self.capture(state.whole)
+        table = replay_table(CHECK_AGREEMENT, block, 64, batch, seed=7).to(self.device)
+        tokens = torch.randint(0, 1000, (batch, block + 1), dtype=torch.int32, device=self.device)
+        base, made = state.target_lengths.clone(), torch.zeros(batch, dtype=torch.int32, device=self.device)
+        turn = torch.zeros(1, dtype=torch.long, device=self.device)
+
+        def check() -> None:
+            provisional = (state.target_lengths - base).clamp_(max=block)
+            logits, queries = state.dense_pass(tokens, base, provisional + 1, "all")
+            best, _ = argmax_rows(logits.flatten(0, 1))
+            kept = torch.minimum(table.index_select(0, turn)[0], provisional)
+            at = kept.long()[:, None]
+            state.pending.copy_(best.view(batch, block + 1).gather(1, at)[:, 0])
+            for layer, q in queries.items():
+                state.history[layer].copy_(q.gather(1, at[:, :, None, None].expand(-1, 1, *q.shape[2:])))
+            base.add_(kept + 1)
+            state.target_lengths.copy_(base)
+            # The draft keeps what it has; the replay spares it a third missing token where all of a block passed.
+            torch.maximum(torch.minimum(state.draft_lengths, base), base - 1, out=state.draft_lengths)
+            made.copy_(kept + 1)
+            turn.add_(1).remainder_(len(table))
+
+        graph = self.capture(check)
+        state.reset()
+        base.fill_(self.context)
+        turn.zero_()
+        rounds = max(1, round(block / 3.7))
+        total = 0
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(checks):
+            for _ in range(rounds):
+                whole()
+                state.verdict.tolist()
+            graph()
+            total += sum(made.tolist())
+        seconds = time.perf_counter() - began
+        base.fill_(self.context)
+        state.target_lengths.fill_(self.context + block)
+        self.record(
+            batch, f"exact {block}", total, seconds, query_rows=block + 1, budget=self.budget, acceptance="replayed",
+            acceptance_length=round(total / checks / batch, 3), histogram=histogram(table), exact_block=block,
+            rounds_per_check=rounds, check_ms=round(gpu_ms(graph, 1), 2),
+        )  # fmt: skip
+
+
+def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
+    """Inputs of a verification, for timing its attention alone."""
+    side, slots = state.target, None
+    if state.options.sparse:
+        slots = make_slots(
+            state.indices, state.counts, state.target_lengths, state.fed, side.cache.page_table, side.page_size, tokens.shape[1]
+        )
+    return Inputs(tokens, state.target_lengths, state.fed, side.cache.page_table, slots)
+
+
+def transformers_rate(batch: int, context: int) -> float:
+    """Tokens per second of transformers' generate (sdpa) with a cache of random rows; the model is built on the device."""
+    from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
+
+    c = QWEN2_7B
+    config = Qwen2Config(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        max_position_embeddings=c.context_length, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    cache = DynamicCache()
+    for layer in range(c.num_layers):
+        shape = (batch, c.num_kv_heads, context, c.head_dim)
+        cache.update(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)), layer)
+    tokens = torch.randint(0, 1000, (batch, context + 1), device="cuda")
+    times = []
+    for new in (3, 3, 11):
+        cache.crop(context)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model.generate(tokens, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return 8 * batch / (times[2] - times[1])
+
+
+@click.command()
+@click.option("--batches", default="1,8,16,32", show_default=True, help="Batch sizes, in turn.")
+@click.option("--context", default=32768 - SLACK, show_default=True, help="Tokens a sequence has when decoding starts.")
+@click.option("--budget", default=512, show_default=True, help="Tokens of the sparse set.")
+@click.option("--modes", default="ar,dense,sparse,both,rectified,exact", show_default=True, help="What to measure.")
+@click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
+@click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
+@click.option("--transformers", "peers", default="", help="Batch sizes for transformers' generate (sdpa).")
+@click.option("--profile", default="", help="Batch sizes for a table of kernels of a whole round.")
+@click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
+@click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
+def main(
+    batches: str, context: int, budget: int, modes: str, blocks: str, paper_scoring: bool, peers: str, profile: str,
+    output: Path, append: bool,
+) -> None:  # fmt: skip
+    """Decoding speed on one GPU, random weights, acceptance replayed."""
+    sizes = [int(b) for b in batches.split(",") if b]
+    wanted = modes.split(",")
+    with torch.inference_mode():
+        began = time.perf_counter()
+        bench = DecodeBench(context, max(sizes), budget, paper_scoring)
+        torch.cuda.synchronize()
+        click.echo(f"models and caches made in {time.perf_counter() - began:.1f} s", err=True)
+        for batch in sizes:
+            for name in wanted:
+                bench.run(name, batch, [int(block) for block in blocks.split(",")])
+                gc.collect()
+            result_rows.write(output, bench.results, append)
+        for batch in (int(b) for b in profile.split(",") if b):
+            show_profile(bench, batch)
+        results, baseline = bench.results, bench.baseline
+        peak = torch.cuda.max_memory_allocated()
+        click.echo(f"capture {bench.capture_seconds:.1f} s in all, peak memory {peak / 1e9:.1f} GB", err=True)
+        for row in results:
+            row["capture_seconds_in_all"] = round(bench.capture_seconds, 2)
+        record = bench.record
+        del bench.target, bench.draft, bench._memory
+        gc.collect()
+        torch.cuda.empty_cache()
+        for batch in (int(b) for b in peers.split(",") if b):
+            try:
+                rate = transformers_rate(batch, context)
+                record(batch, "transformers generate (sdpa)", round(rate), 1.0, query_rows=1)
+            except Exception as error:  # A peer that does not run here is no reason to lose the rows above.
+                click.echo(f"transformers at batch {batch}: {type(error).__name__}: {str(error)[:300]}", err=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+        if not baseline:
+            click.echo("no ar rows: ratios are missing", err=True)
+    result_rows.write(output, results, append)
+
+
+def show_profile(bench: DecodeBench, batch: int) -> None:
+    """Kernels of a round with both sides sparse, by device time."""
+    state = bench.rounds(batch, True, True)
+    graph = bench.capture(state.whole)
+    state.reset()
+    graph()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            graph()
+        torch.cuda.synchronize()
+    table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=60)
+    click.echo(f"B={batch}\n{table}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The CUDA model on a GPU: equal to the CPU model, and the same with graphs as without."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+
+def make_models(dtype: torch.dtype, **changes):
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+    from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
+    from dustin.backends.torch_triton.model import TorchModel
+
+    config = dataclasses.replace(qwen2_config(512, 1024, 3, 8, 2, 1000, context_length=2048), **changes)
+    weights = random_weights(config, dtype, torch.device("cuda"), seed=1)
+
+    def moved(item, dtype):
+        if isinstance(item, torch.Tensor):
+            return item.to("cpu", dtype)
+        if isinstance(item, tuple):
+            return tuple(moved(part, dtype) for part in item)
+        if dataclasses.is_dataclass(item):
+            return dataclasses.replace(item, **{f.name: moved(getattr(item, f.name), dtype) for f in dataclasses.fields(item)})
+        return item
+
+    return TorchModel(config, moved(weights, torch.float32), "cpu"), CudaModel(config, weights, "cuda")
+
+
+def relative_rms(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double().cpu() - b.double().cpu()).norm() / b.double().cpu().norm())
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "architecture": "Qwen3ForCausalLM"}, {"windows": (40, None, 40)}])
+def test_forward_equals_the_cpu_model(dtype, limit, changes):
+    from dustin.interfaces import Tap, TokenSet
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    expected_model, model = make_models(dtype, **changes)
+    caches = [m.new_cache(2, 1000) for m in (expected_model, model)]
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.arange(0, 256, 4, dtype=torch.int32).repeat(2, 1)
+    counts = torch.tensor([64, 40], dtype=torch.int32)
+    tap = Tap({2: (0, 3)})
+    calls = [(300, (300, 201), False, "last"), (6, (6, 1), False, "all"), (6, (0, 6), True, "all"), (6, (6, 2), True, "all")]
+    for rows, fed, sparse, logits in calls:
+        tokens = torch.randint(0, 1000, (2, rows), generator=generator)
+        outs = []
+        for m, cache, device in zip((expected_model, model), caches, ("cpu", "cuda"), strict=True):
+            sets = TokenSet(indices.to(device), counts.to(device)) if sparse else None
+            outs.append(m.forward(tokens.to(device), fed, cache, token_set=sets, tap=tap, logits=logits))
+        for b, count in enumerate(fed):
+            if count:
+                last = slice(0, 1) if logits == "last" else slice(0, count)
+                assert relative_rms(outs[1].logits[b, last], outs[0].logits[b, last]) < limit
+                assert relative_rms(outs[1].queries[2][b, :count], outs[0].queries[2][b, :count]) < limit
+
+
+def test_graphs_change_nothing_and_outputs_survive_the_next_call():
+    from dustin.interfaces import Tap, TokenSet
+
+    _, model = make_models(torch.bfloat16)
+    sets = TokenSet(torch.arange(32, dtype=torch.int32, device="cuda").repeat(2, 1), torch.full((2,), 32, device="cuda").int())
+    results = []
+    for graphs in (False, True):
+        model.use_graphs = graphs
+        cache = model.new_cache(2, 500)
+        generator = torch.Generator("cuda").manual_seed(3)
+        outs = []
+        for rows, token_set in ((200, None), (1, None), (1, None), (6, sets), (6, sets), (33, None)):
+            tokens = torch.randint(0, 1000, (2, rows), device="cuda", generator=generator)
+            outs.append(model.forward(tokens, [rows, rows], cache, token_set=token_set, tap=Tap({1: (0,)})))
+        results.append(outs)
+    for eager, graph in zip(*results, strict=True):
+        assert torch.equal(eager.logits, graph.logits)
+        assert torch.equal(eager.queries[1], graph.queries[1])
+    assert model.capture_seconds > 0
+
+
+def test_too_large_a_cache_names_the_option():
+    from dustin.errors import MemoryLimitError
+
+    _, model = make_models(torch.bfloat16)
+    with pytest.raises(MemoryLimitError, match="bytes.*are free.*--max-kv-size"):
+        model.new_cache(10**6, 2048)
