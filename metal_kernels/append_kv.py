@@ -8,7 +8,9 @@ from .plan import ITEM_BYTES
 from .source import contiguous, kernel
 
 
-def append_kv(k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, lengths: Any, num_tokens: Any) -> tuple[Any, Any, Any]:
+def append_kv(
+    k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, lengths: Any, num_tokens: Any
+) -> tuple[Any, Any, Any]:
     """(k_cache, v_cache, ends): rows k_new, v_new [B, T, Hkv, D] at lengths[b]...; row b writes its first num_tokens[b] rows.
 
     The buffers of the given caches [B, Nmax, Hkv, D] ARE CHANGED. The returned handles share them and depend on the write: use
@@ -18,10 +20,14 @@ def append_kv(k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, lengths: Any, 
     import mlx.core as mx
 
     if k_new.ndim != 4 or k_new.shape != v_new.shape or k_cache.shape != v_cache.shape:
-        raise ValueError(f"k_new, v_new: expected [B, T, Hkv, D] alike and equal caches, got {k_new.shape} and {v_new.shape}")
+        raise ValueError(
+            f"k_new, v_new: expected [B, T, Hkv, D] alike and equal caches, got {k_new.shape} and {v_new.shape}"
+        )
     batch, rows, kv_heads, dim = k_new.shape
     if (k_cache.shape[0], *k_cache.shape[2:]) != (batch, kv_heads, dim) or dim % 4:
-        raise ValueError(f"k_cache: expected [{batch}, Nmax, {kv_heads}, {dim}] with D a multiple of 4, got {k_cache.shape}")
+        raise ValueError(
+            f"k_cache: expected [{batch}, Nmax, {kv_heads}, {dim}] with D a multiple of 4, got {k_cache.shape}"
+        )
     if not k_new.dtype == v_new.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(f"dtype: expected rows and caches alike, got {k_new.dtype} and {k_cache.dtype}; cast the rows")
     write = kernel(

@@ -8,7 +8,9 @@ from .plan import verify_bytes, verify_plan
 from .verify import check_arrays, run_verify
 
 
-def dense_verify(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: float, *, splits: int | None = None) -> Any:
+def dense_verify(
+    q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: float, *, splits: int | None = None
+) -> Any:
     """q [B, T, Hq, D]; whole caches k, v [B, Nmax, Hkv, D] (strided views allowed, last axis contiguous; never copied) with the
     in-flight rows already at lengths[b]...; lengths, num_tokens int32 [B] or 0-d. Row t sees [0, lengths[b] + t].
 
@@ -21,7 +23,13 @@ def dense_verify(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: f
 
 
 def dense_verify_bytes(
-    head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int, lengths: list[int], num_tokens: list[int]
+    head_dim: int,
+    dtype: str,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    lengths: list[int],
+    num_tokens: list[int],
 ) -> int:
     """Bytes of K and V one call must read."""
     plan = verify_plan(head_dim, dtype, num_rows, num_heads, num_kv_heads, len(lengths), max(lengths) + num_rows)

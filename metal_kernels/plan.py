@@ -40,11 +40,15 @@ class VerifyPlan:
 def check_shape(head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int) -> None:
     """ValueError naming what no kernel here supports, and what to do."""
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim: expected one of {HEAD_DIMS}, got {head_dim}; use the array path (dustin.metal_kernels.fallback)")
+        raise ValueError(
+            f"head_dim: expected one of {HEAD_DIMS}, got {head_dim}; use the array path (dustin.metal_kernels.fallback)"
+        )
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype: expected one of {tuple(ITEM_BYTES)}, got {dtype}; convert the cache")
     if not 1 <= num_rows <= MAX_ROWS:
-        raise ValueError(f"query rows T: expected 1 to {MAX_ROWS}, got {num_rows}; split the call or use the array path")
+        raise ValueError(
+            f"query rows T: expected 1 to {MAX_ROWS}, got {num_rows}; split the call or use the array path"
+        )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads: expected a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}")
 
@@ -62,7 +66,9 @@ def split_count(keys: int, tile: int, groups: int) -> int:
     return max(1, min(64, TARGET_GROUPS // max(groups, 1), tiles // 4))
 
 
-def verify_plan(head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int, batch: int, keys: int) -> VerifyPlan:
+def verify_plan(
+    head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int, batch: int, keys: int
+) -> VerifyPlan:
     """Plan of dense_verify (keys = capacity) and sparse_verify (keys = k + T)."""
     check_shape(head_dim, dtype, num_rows, num_heads, num_kv_heads)
     rows = num_rows * num_heads // num_kv_heads
@@ -80,7 +86,9 @@ def verify_plan(head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv
     )
 
 
-def blocks_plan(head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int, batch: int, blocks: int) -> VerifyPlan:
+def blocks_plan(
+    head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int, batch: int, blocks: int
+) -> VerifyPlan:
     """Plan of sparse_verify_blocks: 4 SIMD-groups, `tile` here is RB, the query rows a threadgroup holds."""
     check_shape(head_dim, dtype, num_rows, num_heads, num_kv_heads)
     rows = num_rows * num_heads // num_kv_heads
@@ -92,7 +100,13 @@ def blocks_plan(head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv
 
 
 def verify_bytes(
-    head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int, keys_read: list[int], row_blocks: int = 1
+    head_dim: int,
+    dtype: str,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    keys_read: list[int],
+    row_blocks: int = 1,
 ) -> int:
     """Bytes of K and V that must be read: `keys_read[b]` rows (selected or committed, plus in-flight), once a row block."""
     del num_rows, num_heads

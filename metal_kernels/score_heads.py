@@ -41,7 +41,9 @@ def score_heads(
     if len(heads) != scoring or min(heads) < 0 or max(heads) >= num_heads:
         raise ValueError(f"heads: expected {scoring} numbers below {num_heads} (the S axis of q), got {tuple(heads)}")
     if rows * scoring > MAX_QUERIES:
-        raise ValueError(f"queries R * S: expected at most {MAX_QUERIES}, got {rows * scoring}; score fewer rows or heads a call")
+        raise ValueError(
+            f"queries R * S: expected at most {MAX_QUERIES}, got {rows * scoring}; score fewer rows or heads a call"
+        )
     groups, slots = _head_groups(tuple(heads), num_heads // kv_heads)
     strips = -(-rows * len(slots[0]) // 8)
     most = 16 if dim <= 128 else 8

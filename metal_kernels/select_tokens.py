@@ -11,8 +11,14 @@ THREADGROUP_BYTES = 256 * 4 + 2 * 4 + 32 * 4
 
 
 def select_tokens(
-    target_scores: Any | None, draft_scores: Any | None, lengths: Any, *, budget: int, num_sink_tokens: int,
-    num_recent_tokens: int, num_draft_selected: int,
+    target_scores: Any | None,
+    draft_scores: Any | None,
+    lengths: Any,
+    *,
+    budget: int,
+    num_sink_tokens: int,
+    num_recent_tokens: int,
+    num_draft_selected: int,
 ) -> tuple[Any, Any]:
     """(indices [B, budget] int32 ascending, counts [B] int32) from scores [B, Nmax] fp32; lengths int32 [B] (or 0-d with scores).
 
@@ -23,16 +29,15 @@ def select_tokens(
     import mlx.core as mx
 
     if num_sink_tokens + num_recent_tokens > budget:
-        raise ValueError(f"budget: expected at least sinks + recent = {num_sink_tokens + num_recent_tokens}, got {budget}")
+        raise ValueError(
+            f"budget: expected at least sinks + recent = {num_sink_tokens + num_recent_tokens}, got {budget}"
+        )
     rest = budget - num_sink_tokens - num_recent_tokens
     draft = min(num_draft_selected, rest) if draft_scores is not None else 0
+    if target_scores is None and draft_scores is None:
+        return _recent_tokens(lengths, budget, num_sink_tokens)
     if target_scores is None:
         draft = rest
-    if target_scores is None and draft_scores is None:
-        if lengths.ndim != 1:
-            raise ValueError("lengths: expected [B] when there are no scores, got a 0-d array")
-        num_recent_tokens, draft = budget - num_sink_tokens, 0
-        target_scores = draft_scores = mx.zeros((lengths.shape[0], 1), mx.float32)
     target_scores = draft_scores if target_scores is None else target_scores
     draft_scores = target_scores if draft_scores is None else draft_scores
     batch, capacity = target_scores.shape
@@ -41,7 +46,7 @@ def select_tokens(
     for name, scores in (("target_scores", target_scores), ("draft_scores", draft_scores)):
         if scores.dtype != mx.float32:
             raise ValueError(f"{name}: expected float32, got {scores.dtype}; cast first")
-    words = -(-capacity // 32) if capacity > 1 else 1
+    words = -(-capacity // 32)
     parameters = mx.array([num_sink_tokens, num_recent_tokens, draft, budget], mx.int32)
     indices, counts, _ = kernel(
         "select_tokens", ["target", "draft", "lengths", "params"], ["indices", "counts", "marks"], header="select"
@@ -53,6 +58,18 @@ def select_tokens(
         output_dtypes=[mx.int32, mx.int32, mx.uint32],
     )
     return indices, counts
+
+
+def _recent_tokens(lengths: Any, budget: int, num_sink_tokens: int) -> tuple[Any, Any]:
+    """Sinks and a window that fills the budget: no scores, so plain arrays do."""
+    import mlx.core as mx
+
+    if lengths.ndim != 1:
+        raise ValueError("lengths: expected [B] when there are no scores, got a 0-d array")
+    slots = mx.arange(budget, dtype=mx.int32)[None]
+    moved = mx.where(slots < num_sink_tokens, slots, lengths[:, None] - budget + slots)
+    everything = mx.where(slots < lengths[:, None], slots, 0)
+    return mx.where(lengths[:, None] <= budget, everything, moved), mx.minimum(lengths, budget)
 
 
 def select_tokens_bytes(lengths: list[int], both: bool = True) -> int:

@@ -29,7 +29,13 @@ def text(name: str) -> str:
 
 
 def kernel(
-    name: str, inputs: Sequence[str], outputs: Sequence[str], *, header: str | None = None, prefix: str = "", file: str | None = None
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    header: str | None = None,
+    prefix: str = "",
+    file: str | None = None,
 ) -> Any:
     """The MLX kernel object of `file`.metal (default `name`), with `header`.metal and `prefix` before it. Needs mlx.
 
@@ -39,7 +45,14 @@ def kernel(
     import mlx.core as mx
 
     # Keyed by the constructor too: a tool that replaces it gets its own objects.
-    return _kernel(mx.fast.metal_kernel, name, tuple(inputs), tuple(outputs), prefix + (text(header) if header else ""), text(file or name))
+    return _kernel(
+        mx.fast.metal_kernel,
+        name,
+        tuple(inputs),
+        tuple(outputs),
+        prefix + (text(header) if header else ""),
+        text(file or name),
+    )
 
 
 @functools.lru_cache(maxsize=256)

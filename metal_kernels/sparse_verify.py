@@ -19,7 +19,16 @@ def _check_set(name: str, indices: Any, counts: Any, batch: int) -> None:
 
 
 def sparse_verify(
-    q: Any, k: Any, v: Any, indices: Any, counts: Any, lengths: Any, num_tokens: Any, scale: float, *, splits: int | None = None
+    q: Any,
+    k: Any,
+    v: Any,
+    indices: Any,
+    counts: Any,
+    lengths: Any,
+    num_tokens: Any,
+    scale: float,
+    *,
+    splits: int | None = None,
 ) -> Any:
     """Row t of sequence b sees {indices[b, :counts[b]]} and the in-flight rows lengths[b] ... lengths[b] + t (METHOD section 3).
 
@@ -33,7 +42,16 @@ def sparse_verify(
 
 
 def sparse_verify_blocks(
-    q: Any, k: Any, v: Any, blocks: Any, counts: Any, lengths: Any, num_tokens: Any, scale: float, *, splits: int | None = None
+    q: Any,
+    k: Any,
+    v: Any,
+    blocks: Any,
+    counts: Any,
+    lengths: Any,
+    num_tokens: Any,
+    scale: float,
+    *,
+    splits: int | None = None,
 ) -> Any:
     """As `sparse_verify`, with blocks int32 [B, kb] ascending: block x is the cache rows [16 x, min(16 x + 16, lengths[b]))."""
     batch, rows, heads, kv_heads, dim, dtype = check_arrays(q, k, v, lengths, num_tokens)
@@ -44,7 +62,13 @@ def sparse_verify_blocks(
 
 
 def sparse_verify_bytes(
-    head_dim: int, dtype: str, num_rows: int, num_heads: int, num_kv_heads: int, counts: list[int], num_tokens: list[int],
+    head_dim: int,
+    dtype: str,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    counts: list[int],
+    num_tokens: list[int],
     blocks: bool = False,
 ) -> int:
     """Bytes of K and V one call must read; `counts` are tokens, or full blocks with `blocks`."""

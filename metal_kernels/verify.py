@@ -15,9 +15,13 @@ def check_arrays(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any) -> tuple
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q, k: expected [B, T, Hq, D] and [B, Nmax, Hkv, D], got {q.shape} and {k.shape}")
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(f"k, v: expected equal shapes with B = {q.shape[0]} and D = {q.shape[3]}, got {k.shape} and {v.shape}")
+        raise ValueError(
+            f"k, v: expected equal shapes with B = {q.shape[0]} and D = {q.shape[3]}, got {k.shape} and {v.shape}"
+        )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"dtype: expected q, k and v alike, got {q.dtype}, {k.dtype}, {v.dtype}; cast q to the cache's dtype")
+        raise ValueError(
+            f"dtype: expected q, k and v alike, got {q.dtype}, {k.dtype}, {v.dtype}; cast q to the cache's dtype"
+        )
     for name, a in (("lengths", lengths), ("num_tokens", num_tokens)):
         if a.dtype != mx.int32 or a.shape not in ((), (q.shape[0],)):
             raise ValueError(f"{name}: expected int32 of shape () or ({q.shape[0]},), got {a.dtype} {a.shape}")
@@ -25,8 +29,17 @@ def check_arrays(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any) -> tuple
 
 
 def run_verify(
-    name: str, plan: VerifyPlan, q: Any, k: Any, v: Any, extra: dict[str, Any], lengths: Any, num_tokens: Any, scale: float,
-    tile_name: str = "BK", splits: int | None = None,
+    name: str,
+    plan: VerifyPlan,
+    q: Any,
+    k: Any,
+    v: Any,
+    extra: dict[str, Any],
+    lengths: Any,
+    num_tokens: Any,
+    scale: float,
+    tile_name: str = "BK",
+    splits: int | None = None,
 ) -> Any:
     """Launch `name`.metal and, with more than one split, combine.metal. Returns [B, T, Hq, D] in q's dtype."""
     import mlx.core as mx
@@ -35,7 +48,15 @@ def run_verify(
     kv_heads = k.shape[2]
     splits = splits or plan.splits
     form = "direct" if splits == 1 else "split"
-    arrays = {"q": contiguous(q), "k": k, "v": v, **extra, "lengths": lengths, "num_tokens": num_tokens, "scale": scalar(scale)}
+    arrays = {
+        "q": contiguous(q),
+        "k": k,
+        "v": v,
+        **extra,
+        "lengths": lengths,
+        "num_tokens": num_tokens,
+        "scale": scalar(scale),
+    }
     shapes = [(batch, kv_heads, splits, plan.rows, dim), (batch, kv_heads, splits, plan.rows, 2)]
     verify = kernel(
         name if form == "direct" else f"{name}_split",

@@ -31,12 +31,14 @@ def call(case: Case, form: str, splits: int | None = None, *, sliced: bool = Fal
     q, k, v = (to_mlx(x, case.dtype) for x in (case.q, case.k, case.v))
     if sliced:
         pad = [(0, 0), (0, 5), (0, 1), (0, 0)]
-        k, v = (mx.pad(x, pad, mx.array(float("nan"), x.dtype))[:, : case.capacity, : case.num_kv_heads] for x in (k, v))
+        k, v = (mx.pad(x, pad, constant_values=float("nan"))[:, : case.capacity, : case.num_kv_heads] for x in (k, v))
     lengths, tokens = mx.array(case.lengths, mx.int32), mx.array(case.num_tokens, mx.int32)
     if form == "dense":
         out = dense_verify(q, k, v, lengths, tokens, case.scale, splits=splits)
     elif form == "sparse":
-        out = sparse_verify(q, k, v, mx.array(case.indices), mx.array(case.counts), lengths, tokens, case.scale, splits=splits)
+        out = sparse_verify(
+            q, k, v, mx.array(case.indices), mx.array(case.counts), lengths, tokens, case.scale, splits=splits
+        )
     else:
         out = sparse_verify_blocks(
             q, k, v, mx.array(case.blocks), mx.array(case.block_counts), lengths, tokens, case.scale, splits=splits

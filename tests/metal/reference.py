@@ -111,10 +111,14 @@ def relative_rms(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(got - want)))) / max(norm, 1e-30)
 
 
-def expected_scores(q: np.ndarray, k: np.ndarray, heads: tuple[int, ...], group: int, lengths: tuple[int, ...], scale: float):
+def expected_scores(
+    q: np.ndarray, k: np.ndarray, heads: tuple[int, ...], group: int, lengths: tuple[int, ...], scale: float
+):
     """Mean softmax [B, Nmax] float64, -inf from lengths[b] on. q [B, R, S, D], k [B, Nmax, Hkv, D]."""
     out = np.full(k.shape[:2], -np.inf)
     for b, n in enumerate(lengths):
+        if n == 0:
+            continue
         rows = []
         for slot, head in enumerate(heads):
             s = q[b, :, slot].astype(np.float64) @ k[b, :n, head // group].astype(np.float64).T * scale

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -14,7 +15,17 @@ from pathlib import Path
 from .signature import kernel_parameters, template_arguments, to_cpp
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-g1"]
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-w",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-g1",
+]
 CHECK_FLAGS = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 
 
@@ -39,7 +50,9 @@ def _machine_flags() -> tuple[str, ...]:
 
 def cache_folder() -> Path:
     """Folder of compiled kernels: $DUSTIN_EMULATOR_CACHE or one below the temporary folder."""
-    folder = Path(os.environ.get("DUSTIN_EMULATOR_CACHE") or Path(tempfile.gettempdir()) / f"dustin-emulator-{os.getuid()}")
+    folder = Path(
+        os.environ.get("DUSTIN_EMULATOR_CACHE") or Path(tempfile.gettempdir()) / f"dustin-emulator-{os.getuid()}"
+    )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
@@ -72,10 +85,13 @@ def _runtime() -> Path:
 def kernel_cpp(source: str, function: str) -> str:
     """The translation unit: Metal text in namespace metal, then the entry that passes buffers and positions."""
     arguments = ", ".join(p.argument() for p in kernel_parameters(source, function))
-    instance = function + template_arguments(source, function)
+    instance = "emu_user" + template_arguments(source, function)
+    # One text whatever the name and the address spaces of small inputs (they are the lint's business): fewer builds.
+    source = re.sub(r"\b(device|constant)\b ?", "", source.replace(function, "emu_user"))
     return (
         f'#include <metal_stdlib>\nnamespace metal {{\n#line 1 "kernel.metal"\n{to_cpp(source)}\n}}\n#line 1 "entry"\n'
-        f'extern "C" EMU_PLAIN void emu_kernel(void** b, EmuThread* t) {{ using namespace metal; metal::{instance}({arguments}); }}\n'
+        f'extern "C" EMU_PLAIN void emu_kernel(void** b, EmuThread* t) {{\n'
+        f"  using namespace metal;\n  metal::{instance}({arguments});\n}}\n"
     )
 
 

@@ -65,7 +65,15 @@ class EmulatedKernel:
     def __init__(self, real: Any, log: Log) -> None:
         self._real, self._log, self._traces = real, log, {}
 
-    def __call__(self, *, inputs: list[Any], init_value: float | None = None, verbose: bool = False, stream: Any = None, **kw: Any):
+    def __call__(
+        self,
+        *,
+        inputs: list[Any],
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: Any = None,
+        **kw: Any,
+    ):
         import mlx.core as mx
 
         inputs = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]

@@ -32,7 +32,12 @@ class _Error(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = [("buffers", ctypes.POINTER(_Buffer)), ("num_buffers", ctypes.c_int32)]
-    _fields_ += [("grid", ctypes.c_uint32 * 3), ("group", ctypes.c_uint32 * 3), ("order", ctypes.c_int32), ("seed", ctypes.c_uint32)]
+    _fields_ += [
+        ("grid", ctypes.c_uint32 * 3),
+        ("group", ctypes.c_uint32 * 3),
+        ("order", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+    ]
     _fields_ += [("check", ctypes.c_int32), ("byte_granules", ctypes.c_int32)]
     _fields_ += [(n, ctypes.c_uint64) for n in ("threadgroup_limit", "step_limit", "threadgroup_used", "groups")]
     _fields_ += [("errors", ctypes.POINTER(_Error)), ("num_errors", ctypes.c_int32)]
@@ -56,7 +61,10 @@ class EmulationError(RuntimeError):
 
 @dataclass
 class Report:
-    """What one dispatch did. Bytes are counted per access, so a row that two threads load counts twice; `touched` counts it once."""
+    """What one dispatch did.
+
+    Bytes are counted per access: a row that two threads load counts twice in `loaded`, once in `touched`.
+    """
 
     name: str
     findings: list[Finding] = field(default_factory=list)
@@ -122,8 +130,11 @@ def run(
         if kernel.row_contiguous and not array.flags.c_contiguous:
             array = np.ascontiguousarray(array)  # what MLX would do on every call
         held.append((name, _memory(array), name in writes, True))
-        extra = [(has_shape, np.array(array.shape, np.int32)), (has_strides, np.array(array.strides, np.int64) // max(array.itemsize, 1)),
-                 (has_ndim, np.array([array.ndim], np.int32))]
+        extra = [
+            (has_shape, np.array(array.shape, np.int32)),
+            (has_strides, np.array(array.strides, np.int64) // max(array.itemsize, 1)),
+            (has_ndim, np.array([array.ndim], np.int32)),
+        ]
         kept = [v for use, v in extra if use and (array.ndim or v.size)]
         if array.ndim == 0:
             kept = []
@@ -141,7 +152,9 @@ def run(
         position += 1
     _launch(library, kernel, held, report, order, seed, check, threadgroup_limit, step_limit)
     scratch = declared_unwritten(kernel.source)
-    report.findings = [f for f in report.findings if f.kind != "unwritten" or f.text.split()[1].rstrip(":") not in scratch]
+    report.findings = [
+        f for f in report.findings if f.kind != "unwritten" or f.text.split()[1].rstrip(":") not in scratch
+    ]
     report.outputs = outputs
     report.mutated = {n: a for n, a, w, _ in held[: len(held) - len(outputs)] if w}
     if report.findings and strict:
@@ -167,7 +180,9 @@ def _illegal_sizes(kernel: TracedKernel) -> list[Finding]:
     found = []
     threads = int(np.prod(kernel.group))
     if not 1 <= threads <= MAX_THREADS:
-        found.append(Finding("size", f"threadgroup {kernel.group} has {threads} threads, 1 to {MAX_THREADS} are allowed"))
+        found.append(
+            Finding("size", f"threadgroup {kernel.group} has {threads} threads, 1 to {MAX_THREADS} are allowed")
+        )
     if min(kernel.grid) < 1:
         found.append(Finding("size", f"grid {kernel.grid} has an empty axis"))
     if not kernel.source.isascii():
@@ -185,7 +200,15 @@ def _launch(library, kernel, held, report, order, seed, check, threadgroup_limit
         b.name, b.data, b.size = name.encode(), array.ctypes.data, array.nbytes
         b.itemsize, b.writable, b.initialised = array.itemsize, writable, initialised
     errors = (_Error * 32)()
-    launch = _Launch(buffers, len(held), (ctypes.c_uint32 * 3)(*kernel.grid), (ctypes.c_uint32 * 3)(*kernel.group), ORDERS[order], seed, check)
+    launch = _Launch(
+        buffers,
+        len(held),
+        (ctypes.c_uint32 * 3)(*kernel.grid),
+        (ctypes.c_uint32 * 3)(*kernel.group),
+        ORDERS[order],
+        seed,
+        check,
+    )
     launch.byte_granules = bool(re.search(r"threadgroup\s+(u?char|bool|u?int8_t)", kernel.source))
     launch.threadgroup_limit, launch.step_limit, launch.errors = threadgroup_limit, step_limit, errors
     library.emu_launch(ctypes.byref(launch))

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 ATTRIBUTE = re.compile(r"\[\[(?:[^\[\]]|\[[^\]]*\])*\]\]")
 _HOST_NAME = re.compile(r"^template\s*\[\[host_name.*?$", re.M)
-_THREADGROUP = re.compile(r"(?<![\w*&,(])\bthreadgroup\s+((?:const\s+)?[\w:]+(?:<[^;{}()]*?>)?)\s+(\w+\s*(?:\[[^;{}=]*?\])*(?:\s*,\s*\w+\s*(?:\[[^;{}=]*?\])*)*)\s*;")
+_DECLARATOR = r"\w+\s*(?:\[[^;{}=]*?\])*"
+_THREADGROUP = re.compile(
+    rf"(?<![\w*&,(])\bthreadgroup\s+((?:const\s+)?[\w:]+(?:<[^;{{}}()]*?>)?)\s+({_DECLARATOR}(?:\s*,\s*{_DECLARATOR})*)\s*;"
+)
 VECTOR_ATTRIBUTES = {
     "thread_position_in_grid": "position_in_grid",
     "thread_position_in_threadgroup": "position_in_group",
@@ -80,7 +83,9 @@ def kernel_parameters(source: str, function: str) -> list[Parameter]:
         buffer = re.search(r"buffer\((\d+)\)", attributes)
         attribute = re.search(r"\[\[\s*(\w+)\s*\]\]", attributes)
         parameters.append(
-            Parameter(kind.strip(), name, int(buffer[1]) if buffer else None, None if buffer else attribute and attribute[1])
+            Parameter(
+                kind.strip(), name, int(buffer[1]) if buffer else None, None if buffer else attribute and attribute[1]
+            )
         )
     return parameters
 
@@ -122,8 +127,10 @@ def to_cpp(source: str, threadgroup: str = "emu_threadgroup") -> str:
                     f"*static_cast<{kind}*>(emu_threadgroup({count}, sizeof({kind}), alignof({kind}), __LINE__));"
                 )
             elif threadgroup == "shared":
-                out.append(f"typedef {match[1]} emu_array_{name}{dims}; __shared__ EmuRaw<emu_array_{name}> emu_raw_{name}; "
-                           f"emu_array_{name}& {name} = emu_raw_{name}.get();")
+                out.append(
+                    f"typedef {match[1]} emu_array_{name}{dims}; __shared__ EmuRaw<emu_array_{name}> emu_raw_{name}; "
+                    f"emu_array_{name}& {name} = emu_raw_{name}.get();"
+                )
             else:
                 out.append(f"extern threadgroup {match[1]} {name}{dims};")
         return " ".join(out) + "\n" * match[0].count("\n")

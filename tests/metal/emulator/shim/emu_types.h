@@ -3,9 +3,6 @@
 #pragma once
 #include <type_traits>
 #include "emu_abi.h"
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
 
 namespace metal {
 typedef unsigned int uint;
@@ -22,10 +19,13 @@ template <class To, class From> EMU_INLINE To as_type(From from) {
   return __builtin_bit_cast(To, from);
 }
 
+typedef float Floats __attribute__((vector_size(16)));
+typedef short Shorts __attribute__((vector_size(16)));
 struct HalfCode {
   EMU_PLAIN static uint16_t encode(float f) {
 #ifdef __F16C__
-    return static_cast<uint16_t>(_cvtss_sh(f, 0));
+    Floats v = {f, 0, 0, 0};
+    return static_cast<uint16_t>(__builtin_ia32_vcvtps2ph(v, 0)[0]);
 #else
     uint32_t x = as_type<uint32_t>(f), sign = (x >> 16) & 0x8000u, a = x & 0x7fffffffu;
     if (a >= 0x7f800000u) return sign | (a > 0x7f800000u ? 0x7e00u : 0x7c00u);
@@ -40,7 +40,8 @@ struct HalfCode {
   }
   EMU_PLAIN static float decode(uint16_t h) {
 #ifdef __F16C__
-    return _cvtsh_ss(h);
+    Shorts v = {static_cast<short>(h), 0, 0, 0, 0, 0, 0, 0};
+    return __builtin_ia32_vcvtph2ps(v)[0];
 #else
     uint32_t sign = uint32_t(h & 0x8000u) << 16, e = (h >> 10) & 31u, m = h & 1023u;
     if (e == 31) return as_type<float>(sign | 0x7f800000u | (m << 13));

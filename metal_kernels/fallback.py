@@ -1,0 +1,93 @@
+"""The same operations with stock MLX arrays: take() and mx.fast.scaled_dot_product_attention. Runs wherever MLX runs.
+
+Stock attention re-reads K, V once per query row and head, and leaves its fast path when T > 8 or T * Hq / Hkv > 32. Cache rows
+beyond the in-flight ones must be finite here (stale values are fine, NaN is not): they are masked, not skipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _column(x: Any, batch: int) -> Any:
+    """[B, 1] from an int32 array of shape [B] or ()."""
+    import mlx.core as mx
+
+    return mx.broadcast_to(mx.reshape(x, (-1, 1)), (batch, 1))
+
+
+def _attend(q: Any, k: Any, v: Any, mask: Any, num_tokens: Any, scale: float) -> Any:
+    """q [B, T, Hq, D], k, v [B, K, Hkv, D], mask [B, 1, T, K] -> [B, T, Hq, D], 0 beyond num_tokens [B, 1]."""
+    import mlx.core as mx
+
+    turn = (0, 2, 1, 3)
+    out = mx.fast.scaled_dot_product_attention(
+        q.transpose(turn), k.transpose(turn), v.transpose(turn), scale=scale, mask=mask
+    )
+    live = mx.arange(q.shape[1])[None] < num_tokens
+    return mx.where(live[:, :, None, None], out.transpose(turn), mx.zeros((), q.dtype))
+
+
+def dense_verify(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: float) -> Any:
+    """As metal_kernels.dense_verify.dense_verify; reads all Nmax rows of the cache."""
+    import mlx.core as mx
+
+    batch, rows = q.shape[:2]
+    lengths, num_tokens = _column(lengths, batch), _column(num_tokens, batch)
+    last = lengths + mx.minimum(mx.arange(rows)[None], mx.maximum(num_tokens - 1, 0))  # [B, T]
+    mask = mx.arange(k.shape[1])[None, None] <= last[:, :, None]
+    return _attend(q, k, v, mask[:, None], num_tokens, scale)
+
+
+def sparse_verify(
+    q: Any, k: Any, v: Any, indices: Any, counts: Any, lengths: Any, num_tokens: Any, scale: float
+) -> Any:
+    """As metal_kernels.sparse_verify.sparse_verify: gathers the k + T rows of each sequence, then stock attention."""
+    import mlx.core as mx
+
+    batch, rows = q.shape[:2]
+    lengths, num_tokens, counts = (_column(x, batch) for x in (lengths, num_tokens, counts))
+    flight = mx.arange(rows)[None]
+    chosen = mx.arange(indices.shape[1])[None] < counts  # [B, k]
+    # Unused slots read the first in-flight row: it is finite and masked anyway.
+    positions = mx.concatenate(
+        [mx.where(chosen, indices, lengths), lengths + mx.where(flight < num_tokens, flight, 0)], axis=1
+    )
+    positions = mx.minimum(positions, k.shape[1] - 1)
+    last = mx.minimum(mx.arange(rows)[None], mx.maximum(num_tokens - 1, 0))  # [B, T]
+    seen = flight[:, None] <= last[:, :, None]  # [B, T, T]
+    mask = mx.concatenate([mx.broadcast_to(chosen[:, None], (batch, rows, chosen.shape[1])), seen], axis=2)
+    where = mx.arange(batch)[:, None]
+    return _attend(q, k[where, positions], v[where, positions], mask[:, None], num_tokens, scale)
+
+
+def score_heads(q: Any, k: Any, heads: Any, num_heads: int, lengths: Any, scale: float) -> Any:
+    """As metal_kernels.score_heads.score_heads: plain matmul and softmax in float32."""
+    import mlx.core as mx
+
+    batch, capacity, kv_heads = k.shape[:3]
+    group = num_heads // kv_heads
+    keys = k[:, :, mx.array([h // group for h in heads])].astype(mx.float32)  # [B, Nmax, S, D]
+    logits = mx.einsum("brsd,bnsd->brsn", q.astype(mx.float32) * scale, keys)
+    inside = mx.arange(capacity)[None] < _column(lengths, batch)
+    weights = mx.softmax(mx.where(inside[:, None, None], logits, -mx.inf), axis=-1)
+    return mx.where(inside, weights.mean(axis=(1, 2)), -mx.inf)
+
+
+def append_kv(
+    k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, lengths: Any, num_tokens: Any
+) -> tuple[Any, Any, Any]:
+    """As metal_kernels.append_kv.append_kv by a scatter, which MLX does in place when nothing else holds the cache."""
+    import mlx.core as mx
+
+    batch, rows = k_new.shape[:2]
+    lengths, num_tokens = _column(lengths, batch), _column(num_tokens, batch)
+    fits = lengths + num_tokens <= k_cache.shape[1]
+    writes = fits & (num_tokens > 0)
+    # Rows beyond num_tokens repeat the last valid row, so that duplicate positions carry equal values.
+    step = mx.minimum(mx.arange(rows)[None], mx.maximum(num_tokens - 1, 0))
+    where = mx.arange(batch)[:, None]
+    positions = mx.minimum(lengths + step, k_cache.shape[1] - 1)
+    for cache, new in ((k_cache, k_new), (v_cache, v_new)):
+        cache[where, positions] = mx.where(writes[:, :, None, None], new[where, step], cache[where, positions])
+    return k_cache, v_cache, mx.where(fits, lengths + num_tokens, -1)[:, 0]
