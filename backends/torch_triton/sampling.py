@@ -42,7 +42,7 @@ def warp_rows(logits: torch.Tensor, temperature: float, top_k: int, top_p: float
     if 0 < top_k < size:
         p = _normalised(p * top_mask(logits, top_k))
     if top_p < 1:
-        order = logits.sort(-1, descending=True, stable=True).indices
+        order = logits.sort(dim=-1, descending=True, stable=True).indices
         mass = p.gather(-1, order).double()
         before = F.pad(mass.cumsum(-1)[..., :-1], (1, 0))
         p = _normalised(p * torch.zeros_like(p).scatter(-1, order, (before < top_p).to(p.dtype)))
@@ -192,9 +192,9 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[tor
     values = torch.log_softmax(logits.float(), -1)
     chosen = values.gather(-1, tokens.clamp(min=0)[..., None])
     mask = top_mask(torch.nan_to_num(values, nan=float("-inf")), top)
-    at = mask.to(torch.uint8).sort(-1, descending=True, stable=True).indices[..., :top]
+    at = mask.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :top]
     best = values.gather(-1, at)
-    order = best.sort(-1, descending=True, stable=True).indices
+    order = best.sort(dim=-1, descending=True, stable=True).indices
     return chosen, at.gather(-1, order), best.gather(-1, order)
 
 

@@ -122,7 +122,7 @@ def test_a_ragged_batch_equals_its_singles(backend, tmp_path, family):
     assert cache.lengths == (700, 33, 1, 400)
     for row, got in zip(rows, together, strict=True):
         (alone,), _ = run(backend, model, [row], [300, 32, 1, 1])
-        assert relative_rms(got, alone) < 1e-6
+        assert relative_rms(got, alone) < 5e-6
 
 
 def test_rollback_equals_a_fresh_run(backend, llama):
@@ -133,8 +133,8 @@ def test_rollback_equals_a_fresh_run(backend, llama):
         cache.rollback([51, 60])
     after = llama.forward(backend.tokens([[5, 6], [7]]), [2, 1], cache).logits
     fresh, _ = run(backend, llama, [rows[0][:50] + [5, 6], rows[1] + [7]])
-    assert relative_rms(after[0], fresh[0][50:52]) < 1e-6
-    assert relative_rms(after[1, :1], fresh[1][60:61]) < 1e-6
+    assert relative_rms(after[0], fresh[0][50:52]) < 5e-6
+    assert relative_rms(after[1, :1], fresh[1][60:61]) < 5e-6
 
 
 def test_garbage_beyond_the_lengths_is_never_read(backend, llama):
@@ -150,7 +150,7 @@ def test_garbage_beyond_the_lengths_is_never_read(backend, llama):
     picked = TokenSet(torch.arange(70, dtype=torch.int32)[None], torch.tensor([70], dtype=torch.int32))
     for token_set in (None, picked):
         got = llama.forward(backend.tokens([row[70:75]]), [5], cache, token_set=token_set).logits[0]
-        assert relative_rms(got, clean[70:75]) < 1e-6
+        assert relative_rms(got, clean[70:75]) < 5e-6
         cache.rollback([70])
 
 
@@ -211,7 +211,7 @@ def test_sparse_batch_equals_singles(backend, llama):
     for b, row in enumerate(rows):
         _, alone = run(backend, llama, [row])
         single = llama.forward(backend.tokens([fed[b]]), [counts[b]], alone, token_set=sets_of([chosen[b]])).logits
-        assert relative_rms(together[b, : counts[b]], single[0]) < 1e-6
+        assert relative_rms(together[b, : counts[b]], single[0]) < 5e-6
 
 
 def test_dense_layers_and_layer_sets(backend, llama):
@@ -243,7 +243,7 @@ def test_idle_rows_last_logits_and_captured_queries(backend, llama):
     assert {layer: tuple(q.shape) for layer, q in out.queries.items()} == {1: (2, 20, 2, 8), 2: (2, 20, 1, 8)}
     again = llama.new_cache(2, 64)
     last = llama.forward(backend.tokens(rows), [20, 12], again, tap=Tap(tap.heads, last_row_only=True), logits="last")
-    assert relative_rms(last.logits[:, 0], torch.stack([out.logits[0, 19], out.logits[1, 11]])) < 1e-6
+    assert relative_rms(last.logits[:, 0], torch.stack([out.logits[0, 19], out.logits[1, 11]])) < 5e-6
     assert torch.equal(last.queries[1][:, 0], torch.stack([out.queries[1][0, 19], out.queries[1][1, 11]]))
     idle = llama.forward(backend.tokens([[], [3]]), [0, 1], cache, tap=tap, logits="last")
     assert cache.lengths == (20, 13) and idle.logits.shape == (2, 1, 97)
@@ -270,7 +270,7 @@ def test_limit_vocabulary(backend, tmp_path):
     (full,), _ = run(backend, model, [[1, 2, 3]])
     model.limit_vocabulary(90)
     (cut,), _ = run(backend, model, [[1, 2, 3]])
-    assert model.spec.vocab_size == 90 and relative_rms(cut, full[:, :90]) < 1e-6
+    assert model.spec.vocab_size == 90 and relative_rms(cut, full[:, :90]) < 5e-6
 
 
 def test_sharded_safetensors(backend, tmp_path):
