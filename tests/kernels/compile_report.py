@@ -1,0 +1,173 @@
+"""Compile every shipped kernel configuration for sm_90 without a GPU and print registers, spills and shared memory.
+
+`python -m tests.kernels.compile_report [NAME]` prints one JSON object a line. It replaces Triton's driver by one that only
+names the target, and every launch by a compilation, so it must not share a process with real launches.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from dustin.triton_kernels import attention_core, runtime
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class _TargetOnly(DriverBase):
+    """What compilation asks of a driver."""
+
+    def __init__(self) -> None:
+        pass
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Callable:
+        raise NotImplementedError
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers, stack bytes (spills live there) and shared bytes of a cubin."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.run(
+        [TOOLS / "cuobjdump", "--dump-resource-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text))
+    return {name.lower(): int(value) for name, value in found.items()}
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, launch) of every shipped configuration, at the shapes of the benchmark and the smaller models."""
+    from dustin.triton_kernels.accept import accept_greedy, accept_sampled
+    from dustin.triton_kernels.append_kv import append_kv
+    from dustin.triton_kernels.argmax_rows import argmax_rows
+    from dustin.triton_kernels.dense_verify import dense_verify
+    from dustin.triton_kernels.rope_append import rope_append
+    from dustin.triton_kernels.score_heads import group_heads, score_heads
+    from dustin.triton_kernels.select_tokens import select_tokens
+    from dustin.triton_kernels.sparse_verify import sparse_verify
+    from dustin.triton_kernels.translate_slots import translate_slots
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.int32)
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        short = str(dtype).removeprefix("torch.")
+        for batch, tokens, num_heads, num_kv_heads, dim in (
+            (16, 6, 64, 8, 128), (1, 6, 64, 8, 128), (16, 6, 28, 4, 128), (8, 1, 64, 8, 128), (8, 16, 14, 2, 64),
+            (8, 32, 64, 8, 128), (8, 6, 16, 8, 256), (8, 32, 16, 4, 256), (8, 6, 32, 32, 96),
+        ):  # fmt: skip
+            if dtype != torch.bfloat16 and (batch, dim) != (16, 128):
+                continue
+            pool = torch.zeros(4, 64, num_kv_heads, dim, dtype=dtype)
+            q = torch.zeros(batch, tokens, num_heads, dim, dtype=dtype)
+            table, one = ints(batch, 512), ints(batch)
+            name = f"{short} B={batch} T={tokens} {num_heads}/{num_kv_heads}/{dim}"
+            args = (q, pool, pool, table, one, one)
+            yield f"dense_verify {name}", lambda args=args: dense_verify(*args)
+            if tokens <= 16:
+                chosen = ints(batch, 512)
+                yield f"sparse_verify {name}", lambda args=args, c=chosen, o=one: sparse_verify(*args, c, o)
+            if (batch, tokens) == (16, 6):
+                capped = {"window": 4096, "softcap": 50.0}
+                yield f"dense_verify window softcap {name}", lambda args=args, o=capped: dense_verify(*args, **o)
+                cos = torch.zeros(128, dim // 2)
+                kv = q[:, :, :num_kv_heads].contiguous()
+                paging = (pool, pool, table, one, one)
+                yield f"append_kv {name}", lambda kv=kv, p=paging: append_kv(kv, kv, *p)
+                yield f"rope_append {name}", lambda q=q, kv=kv, p=paging, c=cos: rope_append(q, kv, kv, *p, c, c)
+    table, one = ints(16, 512), ints(16)
+    for rows, heads, num_heads, num_kv_heads, dim in ((1, 4, 64, 8, 128), (1, 64, 64, 8, 128), (5, 4, 14, 2, 64)):
+        for keep in (True, False):
+            pool = torch.zeros(4, 64, num_kv_heads, dim, dtype=torch.bfloat16)
+            q = torch.zeros(16, rows, heads, dim, dtype=torch.bfloat16)
+            groups = group_heads(range(heads), num_heads, num_kv_heads, "cpu")
+            scores = torch.zeros(16, 32762)
+            yield (
+                f"score_heads keep={keep} {rows}x{heads} {num_heads}/{num_kv_heads}/{dim}",
+                lambda q=q, pool=pool, g=groups, s=scores, k=keep: score_heads(
+                    q, pool, table, one, g, s, num_rows=one, keep_logits=k
+                ),
+            )
+    quota = {"num_sink_tokens": 4, "num_recent_tokens": 32}
+    for columns, budget in ((32762, 128), (32762, 512), (32762, 2048), (131072, 1024), (4096, 512)):
+        scores = torch.zeros(16, columns)
+        yield (
+            f"select_tokens {columns} k={budget}",
+            lambda s=scores, k=budget: select_tokens(s, s, one, budget=k, num_draft_selected=int(0.6 * (k - 36)), **quota),
+        )
+    yield "translate_slots", lambda: translate_slots(ints(16, 512), one, one, one, table, 64, 6)
+    logits = torch.zeros(12, 1000, dtype=torch.bfloat16)
+    yield "argmax_rows", lambda: argmax_rows(logits)
+    flags = torch.zeros(2, 6, dtype=torch.bool)
+    yield "accept_greedy", lambda: accept_greedy(ints(2, 5), ints(2), ints(2, 6), flags)
+    p, u = torch.zeros(2, 6, 1000), torch.zeros(2, 5)
+    q = p[:, :5].contiguous()
+    yield "accept_sampled", lambda: accept_sampled(ints(2, 5), ints(2), q, p, u, u[:, 0].contiguous())
+    yield "accept_sampled one-hot", lambda: accept_sampled(ints(2, 5), ints(2), None, p, u, u[:, 0].contiguous())
+
+
+def main() -> None:
+    """Compile what matches the first argument (all by default)."""
+    import tempfile
+
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    driver.set_active(_TargetOnly())
+    runtime.allow_cpu = True
+    runtime.num_multiprocessors = attention_core.num_multiprocessors = lambda device: 132
+    run, compiled = JITFunction.run, []
+
+    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append((self.__name__, kernel))
+        return kernel
+
+    JITFunction.run = compile_only
+    seen = set()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, launch in launches():
+            if wanted not in name:
+                continue
+            compiled.clear()
+            launch()
+            for function, kernel in compiled:
+                if kernel.hash in seen:
+                    continue
+                seen.add(kernel.hash)
+                row = {"case": name, "kernel": function, "warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+                row |= {k: v for k, v in resources(kernel.asm["cubin"], Path(folder)).items() if k != "shared"}
+                row["wgmma"] = "wgmma" in kernel.asm["ptx"]
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

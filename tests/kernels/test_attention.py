@@ -1,0 +1,223 @@
+"""dense_verify and sparse_verify against float64, with NaN in every unused pool row."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from dustin.triton_kernels.attention_core import AttentionConfig, AttentionWorkspace  # noqa: E402
+from dustin.triton_kernels.dense_verify import dense_verify  # noqa: E402
+from dustin.triton_kernels.sparse_verify import sparse_verify  # noqa: E402
+from dustin.triton_kernels.translate_slots import translate_slots  # noqa: E402
+from tests.kernels.reference import attention, check_parity, paged_case, random_set, relative_rms  # noqa: E402
+
+# (heads, page size, lengths, num_tokens, T); head ratios 1, 5, 6, 7, 8 and a finished row among them.
+SMALL = [
+    ((2, 2, 16), 16, [37, 5], [3, 1], 3),
+    ((5, 1, 32), 32, [50], [2], 2),
+    ((7, 1, 96), 16, [33, 70], [2, 0], 2),
+]
+LARGE = [
+    ((64, 8, 128), 64, [4001, 517, 0, 2048], [6, 3, 6, 0], 6),
+    ((64, 8, 128), 16, [700, 33], [1, 1], 1),
+    ((28, 4, 128), 32, [3000, 1024], [6, 5], 6),
+    ((14, 2, 64), 64, [900, 31], [16, 9], 16),
+    ((12, 2, 128), 128, [2500], [5], 5),
+    ((10, 2, 96), 64, [777, 64], [4, 2], 4),
+    ((16, 8, 256), 64, [1500, 65], [6, 4], 6),
+    ((5, 1, 256), 32, [300], [16], 16),
+]
+BASIC = [torch.float32, torch.float16]
+TYPES = [*BASIC, torch.bfloat16]
+
+
+def cases(device: str) -> list:
+    return SMALL if device == "cpu" else LARGE
+
+
+def build(device: str, dtype: torch.dtype, shape: tuple, seed: int = 0):
+    heads, page_size, lengths, num_tokens, tokens = shape
+    return paged_case(
+        device, dtype, lengths=lengths, num_tokens=num_tokens, tokens=tokens, heads=heads, page_size=page_size, seed=seed
+    )
+
+
+def each(device: str, start: int = 0):
+    """Cases by dtype; the interpreter's bf16 arithmetic is wrong, so bf16 runs on the device alone."""
+    for i, shape in enumerate(cases(device)):
+        dtypes = [BASIC[(i + start) % 2]] if device == "cpu" else TYPES
+        for dtype in dtypes:
+            yield build(device, dtype, shape, i)
+
+
+def test_dense(device: str) -> None:
+    for case in each(device):
+        check_parity(dense_verify(*case.inputs), attention(case))
+
+
+def test_dense_window_and_softcap(device: str) -> None:
+    for case in each(device, 1):
+        out = dense_verify(*case.inputs, window=20, softcap=5.0)
+        check_parity(out, attention(case, window=20, softcap=5.0))
+
+
+def test_dense_rows_beyond_one_tile(device: str) -> None:
+    tokens = 5 if device == "cpu" else 64
+    shape = ((8, 2, 16), 16, [40, 9], [5, 3], 5) if device == "cpu" else ((64, 8, 128), 64, [1000, 77], [64, 40], tokens)
+    case = build(device, torch.float16, shape)
+    config = AttentionConfig(16, 16, 4, 2) if device == "cpu" else None
+    check_parity(dense_verify(*case.inputs, config=config), attention(case))
+
+
+def counts_of(case, fraction: float = 0.4) -> list[int]:
+    return [int(int(n) * fraction) for n in case.lengths]
+
+
+def test_sparse(device: str) -> None:
+    for case in each(device):
+        indices, counts = random_set(case, counts_of(case))
+        out = sparse_verify(*case.inputs, indices, counts)
+        check_parity(out, attention(case, indices, counts))
+
+
+def test_sparse_window_and_softcap(device: str) -> None:
+    for case in each(device, 1):
+        indices, counts = random_set(case, counts_of(case))
+        out = sparse_verify(*case.inputs, indices, counts, window=25, softcap=5.0)
+        check_parity(out, attention(case, indices, counts, window=25, softcap=5.0))
+
+
+def test_sparse_blocks(device: str) -> None:
+    unit = 16
+    case = build(device, torch.float32, ((4, 2, 16), 16, [55, 32], [2, 2], 2))
+    blocks = torch.tensor([[0, 3], [1, 9]], dtype=torch.int32, device=device)
+    counts = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    out = sparse_verify(*case.inputs, blocks, counts, block_size=unit)
+    tokens = torch.zeros((2, 2 * unit), dtype=torch.int32, device=device)
+    tokens[0, :16], tokens[0, 16:23] = torch.arange(16), torch.arange(48, 55)
+    tokens[1, :16] = torch.arange(16, 32)
+    want = attention(case, tokens, torch.tensor([23, 16], dtype=torch.int32))
+    check_parity(out, want)
+
+
+def test_everything_selected_is_dense(device: str) -> None:
+    for case in each(device):
+        indices, counts = random_set(case, [int(n) for n in case.lengths])
+        check_parity(sparse_verify(*case.inputs, indices, counts), dense_verify(*case.inputs).double())
+
+
+def test_every_split_and_merge_agree(device: str) -> None:
+    """One split, a merge in the last program, a merge in a second kernel; workspace passed in and reused."""
+    shape = ((4, 2, 16), 16, [60, 20], [2, 2], 2) if device == "cpu" else ((64, 8, 128), 64, [9000, 100], [6, 6], 6)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = build(device, dtype, shape)
+    indices, counts = random_set(case, counts_of(case))
+    block_m = 16 if device == "cpu" else 64
+    workspace = AttentionWorkspace(4096 * block_m, shape[0][2], 4096, device)
+    for waves, fused in ((0.0, 8), (4.0, 64), (4.0, 0)):
+        config = AttentionConfig(block_m, 16, 4, 2, waves=waves, fused_splits=fused)
+        for _ in range(2):
+            check_parity(dense_verify(*case.inputs, config=config, workspace=workspace), attention(case))
+            out = sparse_verify(*case.inputs, indices, counts, config=config, workspace=workspace)
+            check_parity(out, attention(case, indices, counts))
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+def test_repeats_are_bit_identical(device: str) -> None:
+    case = next(each(device))
+    indices, counts = random_set(case, counts_of(case))
+    slots = translate_slots(
+        indices, counts, case.lengths, case.num_tokens, case.page_table, case.k_pool.shape[1], case.q.shape[1]
+    )
+    first = sparse_verify(*case.inputs, indices, counts)
+    for _ in range(2 if device == "cpu" else 20):
+        again = sparse_verify(*case.inputs, indices, counts, slots=slots[0], slot_counts=slots[1])
+        assert torch.equal(first, again)
+
+
+def test_finished_rows_are_zero(device: str) -> None:
+    case = next(each(device))
+    case.num_tokens[0] = 0
+    indices, counts = random_set(case, counts_of(case))
+    out = torch.full_like(case.q, float("nan"))
+    assert not dense_verify(*case.inputs, out=out)[0].any()
+    out.fill_(float("nan"))
+    assert not sparse_verify(*case.inputs, indices, counts, out=out)[0].any()
+
+
+def coded(case, length: int) -> None:
+    """q = 0 and v[j] = bits of j: the output times the number of keys is a vector of exact counts."""
+    case.q.zero_()
+    bits = (torch.arange(case.v.shape[1], device=case.q.device)[:, None] >> torch.arange(case.q.shape[3], device=case.q.device)) & 1
+    rows = bits[:, None, :].expand(-1, case.v.shape[2], -1).to(case.q.dtype)
+    page_size = case.v_pool.shape[1]
+    positions = torch.arange(length, device=case.q.device)
+    case.v_pool[case.page_table[0][positions // page_size].long(), positions % page_size] = rows[:length]
+    case.v[0] = rows
+
+
+def test_coded_values_count_every_token(device: str) -> None:
+    length, count = (120, 40) if device == "cpu" else (32000, 1024)
+    heads = (4, 2, 16) if device == "cpu" else (64, 8, 128)
+    case = build(device, torch.float32, (heads, 16, [length], [1], 1))
+    coded(case, length + 1)
+    indices, counts = random_set(case, [count])
+    out = sparse_verify(*case.inputs, indices, counts)[0, 0] * (count + 1)
+    keys = torch.cat([indices[0].long(), torch.tensor([length], device=device)])
+    want = case.v[0, keys, 0].double().sum(0)
+    assert torch.allclose(out.double(), want.expand_as(out), atol=0.05)
+    # One neighbour instead of the right token is seen by the same check.
+    free = [j for j in range(length) if j not in set(indices[0].tolist()) and j - 1 in set(indices[0].tolist())][0]
+    wrong = indices.clone()
+    wrong[0][wrong[0] == free - 1] = free
+    out = sparse_verify(*case.inputs, wrong, counts)[0, 0] * (count + 1)
+    assert not torch.allclose(out.double(), want.expand_as(out), atol=0.05)
+
+
+def test_the_parity_check_catches_wrong_kernels(device: str) -> None:
+    """Mutations: a wrong index, a visible future token, a stale tail, zeros, NaN."""
+    case = build(device, torch.float16, ((4, 2, 16), 16, [60], [3], 3))
+    indices, counts = random_set(case, [24])
+    good = attention(case, indices, counts)
+    check_parity(sparse_verify(*case.inputs, indices, counts), good)
+    free = [j for j in range(60) if j not in set(indices[0].tolist()) and j - 1 in set(indices[0].tolist())][0]
+    wrong = indices.clone()
+    wrong[0][wrong[0] == free - 1] = free
+    # Stale tail: the committed length is one too short and last round's rejected row is read.
+    stale = case.lengths + 0
+    stale -= 1
+    mutants = {
+        "one index off": sparse_verify(*case.inputs, wrong, counts),
+        "one index missing": sparse_verify(*case.inputs, indices, counts - 1),
+        "future token": attention(case, indices, counts, future=1).half(),
+        "stale tail": sparse_verify(*case.inputs[:4], stale, case.num_tokens, indices, counts),
+        "zeros": torch.zeros_like(case.q),
+        "not a number": torch.full_like(case.q, float("nan")),
+    }
+    for name, out in mutants.items():
+        with pytest.raises(AssertionError):
+            check_parity(out, good)
+            pytest.fail(f"{name} passed with {relative_rms(out, good)}")
+
+
+def test_bad_input_is_refused_by_name(device: str) -> None:
+    case = build(device, torch.float16, ((4, 2, 16), 16, [60], [3], 3))
+    indices, counts = random_set(case, [24])
+    q, k_pool, v_pool, page_table, lengths, num_tokens = case.inputs
+    with pytest.raises(ValueError, match="q: expected 1 to 64 query rows"):
+        many = q[:, :1].expand(1, 65, 4, 16).contiguous()
+        sparse_verify(many, k_pool, v_pool, page_table, lengths, num_tokens, indices, counts)
+    with pytest.raises(ValueError, match=r"lengths: expected dtype torch.int32"):
+        dense_verify(q, k_pool, v_pool, page_table, lengths.long(), num_tokens)
+    with pytest.raises(ValueError, match="k_pool: expected a contiguous tensor"):
+        dense_verify(q, k_pool.transpose(0, 1), v_pool, page_table, lengths, num_tokens)
+    with pytest.raises(ValueError, match="head_dim"):
+        narrow = k_pool[..., :8].contiguous()
+        dense_verify(q[..., :8].contiguous(), narrow, narrow, page_table, lengths, num_tokens)
+    with pytest.raises(ValueError, match=r"indices\[0, 23\]: expected 0 to 59, got 60"):
+        indices[0, 23] = 60
+        sparse_verify(*case.inputs, indices, counts, debug=True)
+    with pytest.raises(ValueError, match="multiple of 2 query heads"):
+        dense_verify(q[:, :, :3].contiguous(), k_pool, v_pool, page_table, lengths, num_tokens)

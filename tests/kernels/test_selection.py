@@ -1,0 +1,119 @@
+"""score_heads against float64 and select_tokens against sorting."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from dustin.triton_kernels.score_heads import group_heads, score_heads, workspace_for  # noqa: E402
+from dustin.triton_kernels.select_tokens import select_tokens  # noqa: E402
+from tests.kernels.reference import check_parity, choose, head_scores, paged_case  # noqa: E402
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_scores(device: str, keep: bool, softcap: float) -> None:
+    small = device == "cpu"
+    heads = (6, 2, 16) if small else (28, 4, 128)
+    lengths = [150, 20, 7] if small else [5000, 1024, 33]
+    query_heads, num_rows = ([1, 5, 0], [2, 1, 0]) if small else ([3, 27, 0, 1, 8], [5, 2, 0])
+    for dtype in [torch.float32] if small else [torch.float32, torch.float16, torch.bfloat16]:
+        case = paged_case(device, dtype, lengths=lengths, num_tokens=[0] * 3, tokens=1, heads=heads, page_size=32)
+        columns = max(lengths) + 1
+        group = heads[0] // heads[1]
+        queries = torch.randn(3, max(num_rows), len(query_heads), heads[2], device=device).to(dtype)
+        groups = group_heads(query_heads, heads[0], heads[1], device)
+        workspace = workspace_for(3, max(num_rows), groups, columns, heads[2], dtype, keep)
+        rows = torch.tensor(num_rows, dtype=torch.int32, device=device)
+        want = head_scores(case, queries, [h // group for h in query_heads], num_rows, columns, softcap)
+        scores = torch.full((3, columns), float("nan"), device=device)
+        for add, factor in ((False, 0.5), (True, 1.0)):
+            score_heads(
+                queries, case.k_pool, case.page_table, case.lengths, groups, scores,
+                num_rows=rows, weight=0.5, add=add, softcap=softcap, keep_logits=keep, workspace=workspace,
+            )  # fmt: skip
+            inside = ~want.isinf()
+            assert torch.equal(scores.isinf(), ~inside)
+            check_parity(scores[inside], want[inside] * factor, torch.float32 if dtype == torch.float32 else torch.float16)
+
+
+def test_no_query_rows_at_all_scores_zero(device: str) -> None:
+    case = paged_case(device, torch.float32, lengths=[20], num_tokens=[0], tokens=1, heads=(2, 2, 16), page_size=16)
+    groups = group_heads([0], 2, 2, device)
+    rows = torch.zeros(1, dtype=torch.int32, device=device)
+    scores = torch.full((1, 30), float("nan"), device=device)
+    score_heads(case.q[:, :, :1], case.k_pool, case.page_table, case.lengths, groups, scores, num_rows=rows)
+    assert not scores[0, :20].any() and scores[0, 20:].isinf().all()
+
+
+def check_choice(device: str, columns: int, lengths: list[int], quota: tuple[int, int, int, int], target, draft) -> None:
+    budget, sinks, recent, by_draft = quota
+    indices, counts = select_tokens(
+        None if target is None else target.to(device),
+        None if draft is None else draft.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        budget=budget, num_sink_tokens=sinks, num_recent_tokens=recent, num_draft_selected=by_draft,
+    )  # fmt: skip
+    for b, length in enumerate(lengths):
+        want = choose(
+            None if target is None else target[b], None if draft is None else draft[b], length, budget, sinks, recent, by_draft
+        )
+        assert indices[b, : int(counts[b])].tolist() == want
+        assert not indices[b, int(counts[b]) :].any()
+
+
+def scores_of(kind: str, batch: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    if kind == "random":
+        return torch.rand(batch, columns, generator=generator)
+    if kind == "ties":
+        return torch.randint(0, 3, (batch, columns), generator=generator).float()
+    if kind == "signed":
+        return torch.randn(batch, columns, generator=generator).round(decimals=1)
+    return torch.zeros(batch, columns)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "signed", "equal"])
+def test_choice(device: str, kind: str) -> None:
+    columns, lengths, quota = (150, [150, 61, 12, 0], (20, 2, 4, 8))
+    if device == "cuda":
+        columns, lengths, quota = (32762, [32762, 20001, 512, 513, 0], (512, 4, 32, 286))
+    batch = len(lengths)
+    target, draft = scores_of(kind, batch, columns), scores_of(kind, batch, columns).flip(1)
+    for b, length in enumerate(lengths):
+        target[b, length:], draft[b, length:] = float("-inf"), float("-inf")
+    check_choice(device, columns, lengths, quota, target, draft)
+    check_choice(device, columns, lengths, quota, target, None)
+    check_choice(device, columns, lengths, quota, None, draft)
+    check_choice(device, columns, lengths, (quota[0], 0, 0, quota[0]), target, draft)
+    check_choice(device, columns, lengths, (quota[0], 3, 0, 0), target, draft)
+    check_choice(device, columns, lengths, quota, None, None)
+
+
+def test_choice_in_one_pass(device: str) -> None:
+    columns = 64 if device == "cpu" else 8000
+    quota = (8, 1, 2, 3) if device == "cpu" else (512, 4, 32, 286)
+    target, draft = scores_of("ties", 1, columns), scores_of("signed", 1, columns)
+    check_choice(device, columns, [columns], quota, target, draft)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns,budget", [(131072, 1024), (131072, 2048), (40000, 4096), (9000, 128)])
+def test_choice_of_long_rows(columns: int, budget: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    target, draft = scores_of("random", 2, columns), scores_of("random", 2, columns).flip(1)
+    check_choice("cuda", columns, [columns, columns // 2 + 1], (budget, 4, 32, int(0.6 * (budget - 36))), target, draft)
+
+
+def test_bad_budgets_are_refused(device: str) -> None:
+    lengths = torch.tensor([100], dtype=torch.int32, device=device)
+    scores = torch.zeros(1, 100, device=device)
+    with pytest.raises(ValueError, match="budget: expected at least 36"):
+        select_tokens(scores, None, lengths, budget=35, num_sink_tokens=4, num_recent_tokens=32, num_draft_selected=0)
+    with pytest.raises(ValueError, match="target_scores: expected dtype"):
+        select_tokens(scores.half(), None, lengths, budget=50, num_sink_tokens=4, num_recent_tokens=32, num_draft_selected=0)
+    with pytest.raises(ValueError, match=r"query_heads: expected heads in 0..5"):
+        group_heads([6], 6, 2, device)

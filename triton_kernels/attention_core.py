@@ -1,0 +1,238 @@
+"""What dense and sparse verification share: the online softmax over one tile, and the deterministic merge of key splits.
+
+All g = Hq/Hkv query heads times T in-flight rows of one kv head are the rows of one tile (row m is query t = m // g, head
+m % g of the group), so K and V are read once. Keys are split over programs; each writes an unnormalised fp32 partial
+(o, m, l), and partials merge in split order, so the result does not depend on which program finishes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .runtime import begin_dependent, check_tensor, num_multiprocessors, power_of_two
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """A launch configuration. Sizes in rows; `waves` is how many programs a multiprocessor should get in all."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    waves: float = 2.0
+    fused_splits: int = 8  # up to this many splits merge in the last program, more in a second kernel
+    max_splits: int = 64
+    dependent: bool = True  # programmatic dependent launch
+
+
+class AttentionWorkspace:
+    """Scratch of one stream, shared by all layers: partial outputs, their (m, l), and zeroed arrival counters.
+
+    `num_rows` bounds B * Hkv * row tiles * splits * block_m. Kernels leave the counters at zero.
+    """
+
+    def __init__(self, num_rows: int, head_dim: int, num_counters: int, device: torch.device | str) -> None:
+        self.outputs = torch.empty(num_rows * power_of_two(head_dim), dtype=torch.float32, device=device)
+        self.stats = torch.empty(num_rows * 2, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max(num_counters, 1), dtype=torch.int32, device=device)
+
+    def check(self, num_rows: int, head_dim: int, num_counters: int, like: torch.Tensor) -> None:
+        """Raise ValueError when too small for a launch or on another device."""
+        if self.stats.device != like.device:
+            raise ValueError(f"workspace: expected device {like.device}, got {self.stats.device}")
+        for name, need, have in (
+            ("outputs", num_rows * power_of_two(head_dim), self.outputs.numel()),
+            ("stats", num_rows * 2, self.stats.numel()),
+            ("counters", num_counters, self.counters.numel()),
+        ):
+            if have < need:
+                raise ValueError(f"workspace.{name}: expected at least {need} elements, got {have}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Grid of a launch: `row_tiles` tiles of query rows and `splits` key splits for each (sequence, kv head)."""
+
+    row_tiles: int
+    splits: int
+    num_rows: int
+    num_counters: int
+    fused: bool
+
+
+def plan_attention(
+    config: AttentionConfig, batch: int, num_kv_heads: int, rows: int, max_keys: int, device: torch.device
+) -> Plan:
+    """Choose the number of key splits from shapes alone (never from lengths, which live on the device)."""
+    row_tiles = triton.cdiv(rows, config.block_m)
+    programs = batch * num_kv_heads * row_tiles
+    splits = int(num_multiprocessors(device) * config.waves // max(programs, 1))
+    splits = max(1, min(splits, config.max_splits, triton.cdiv(max_keys, config.block_n)))
+    num_rows = programs * splits * config.block_m if splits > 1 else 0
+    return Plan(row_tiles, splits, num_rows, programs if splits > 1 else 0, splits <= config.fused_splits)
+
+
+@triton.jit
+def attend_tile(
+    q, k, v, visible, m_i, l_i, acc, scale_log2, softcap,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax step. q [M, D], k [D, N], v [N, D], visible [M, N], m_i and l_i [M], acc [M, D] fp32 (base 2)."""
+    s = tl.dot(q, k, input_precision=PRECISION)  # [M, N]
+    if SOFTCAP:
+        # tanh by exp, exact at both ends; scale_log2 carries log2(e), softcap works on natural logits.
+        x = s * (scale_log2 * 0.6931471805599453) / softcap
+        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
+    else:
+        s = s * scale_log2
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    # A row that has seen nothing yet keeps m = -inf; shifting by 0 instead keeps the exponentials free of NaN.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m_i - shift)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return m_new, l_i, acc
+
+
+@triton.jit
+def store_rows(
+    out, values, b, t, head, dims, keep, T, num_heads, D: tl.constexpr,
+):  # fmt: skip
+    """Write values [M, D] to out [B, T, Hq, D] where `keep` [M]."""
+    rows = ((b.to(tl.int64) * T + t) * num_heads + head) * D  # [M]
+    tl.store(out + rows[:, None] + dims[None, :], values.to(out.dtype.element_ty), mask=keep[:, None] & (dims[None, :] < D))
+
+
+@triton.jit
+def finish_split(
+    acc, m_i, l_i, out, part_o, part_ml, counters, group, split, active, b, t, head, dims, in_tile, valid, T, num_heads,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Write the result of one split: directly when it is the only one, else as a partial; the last arrival merges."""
+    if SPLITS == 1:
+        store_rows(out, tl.where(valid[:, None], acc / l_i[:, None], 0.0), b, t, head, dims, in_tile, T, num_heads, D)
+    else:
+        if active == 1:
+            store_rows(out, tl.where(valid[:, None], acc / l_i[:, None], 0.0), b, t, head, dims, in_tile, T, num_heads, D)
+        else:
+            rows = tl.arange(0, BLOCK_M)
+            base = (group.to(tl.int64) * SPLITS + split) * BLOCK_M + rows  # [M]
+            tl.store(part_ml + base * 2, m_i, mask=valid)
+            tl.store(part_ml + base * 2 + 1, l_i, mask=valid)
+            tl.store(part_o + base[:, None] * BLOCK_D + dims[None, :], acc, mask=valid[:, None])
+            if FUSED:
+                # All threads' stores precede the release of the counter; its acquire precedes the reads below.
+                tl.debug_barrier()
+                arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
+                if arrived == active - 1:
+                    merged = merge_partials(
+                        part_o, part_ml, group, active, rows, dims, valid, BLOCK_D, BLOCK_M, SPLITS
+                    )  # fmt: skip
+                    store_rows(out, merged, b, t, head, dims, in_tile, T, num_heads, D)
+                    tl.store(counters + group, 0)
+
+
+@triton.jit
+def merge_partials(
+    part_o, part_ml, group, active, rows, dims, valid,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine the partials of `rows` in split order: [len(rows), BLOCK_D] fp32, zero where not valid."""
+    first = group.to(tl.int64) * SPLITS * BLOCK_M + rows
+    top = tl.full(rows.shape, float("-inf"), tl.float32)
+    for s in range(active):
+        m_s = tl.load(part_ml + (first + s * BLOCK_M) * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        top = tl.maximum(top, m_s)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros(rows.shape, tl.float32)
+    acc = tl.zeros([rows.shape[0], BLOCK_D], tl.float32)
+    for s in range(active):
+        base = first + s * BLOCK_M
+        m_s = tl.load(part_ml + base * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        l_s = tl.load(part_ml + base * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+        o_s = tl.load(part_o + base[:, None] * BLOCK_D + dims[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(m_s - shift)
+        total += l_s * weight
+        acc += o_s * weight[:, None]
+    return tl.where(valid[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
+
+
+@triton.jit
+def merge_kernel(
+    out, part_o, part_ml, lengths, num_tokens, slot_counts, T, window, num_heads,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SPARSE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Second kernel of the unfused merge: program (sequence and kv head, chunk of BLOCK_R rows, row tile)."""
+    begin_dependent(PDL)
+    h = tl.program_id(0) % HKV
+    b = tl.program_id(0) // HKV
+    tile = tl.program_id(2)
+    group = (b * tl.num_programs(2) + tile) * HKV + h
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m = tile * BLOCK_M + row
+    t = m // G
+    fed = tl.minimum(tl.load(num_tokens + b), T)
+    if (tile * BLOCK_M) // G >= fed:
+        return
+    length = tl.load(lengths + b)
+    if SPARSE:
+        active = sparse_split(tl.load(slot_counts + b) + fed, 0, SPLITS)[2]
+    else:
+        last = tl.minimum(((tile + 1) * BLOCK_M - 1) // G, fed - 1)
+        active = dense_split(length, (tile * BLOCK_M) // G, last, window, 0, SPLITS, BLOCK_N, WINDOW)[2]
+    if active == 1:
+        return
+    dims = tl.arange(0, BLOCK_D)
+    in_tile = (m < T * G) & (row < BLOCK_M)
+    merged = merge_partials(part_o, part_ml, group, active, row, dims, in_tile & (t < fed), BLOCK_D, BLOCK_M, SPLITS)
+    store_rows(out, merged, b, t, h * G + m % G, dims, in_tile, T, num_heads, D)
+
+
+@triton.jit
+def dense_split(length, first_row, last_row, window, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys [begin, stop) of a split and how many splits have any, for query rows first_row..last_row after `length` keys."""
+    stop = length + last_row + 1
+    start = tl.maximum(length + first_row - window + 1, 0) // BLOCK_N if WINDOW else 0
+    tiles = tl.cdiv(stop, BLOCK_N) - start
+    per_split = tl.cdiv(tiles, SPLITS)
+    begin = (start + split * per_split) * BLOCK_N
+    return begin, tl.minimum(begin + per_split * BLOCK_N, stop), tl.cdiv(tiles, per_split)
+
+
+@triton.jit
+def sparse_split(total, split, SPLITS: tl.constexpr):
+    """Entries [begin, stop) of a split of `total` > 0 selected and in-flight keys, and how many splits have any."""
+    # Sixteen-entry granularity balances the bytes of the splits better than whole tiles.
+    per_split = tl.cdiv(tl.cdiv(total, SPLITS), 16) * 16
+    begin = split * per_split
+    return begin, tl.minimum(begin + per_split, total), tl.cdiv(total, per_split)
+
+
+def launch_options(config: AttentionConfig, on_device: bool) -> dict[str, object]:
+    """Keyword options of a Triton launch."""
+    options: dict[str, object] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.dependent and on_device:
+        options["launch_pdl"] = True
+    return options
+
+
+def check_query(q: torch.Tensor, k_pool: torch.Tensor, out: torch.Tensor | None, max_rows: int) -> None:
+    """Check q [B, T, Hq, D] (any strides with a contiguous last axis) and out against the pool and the row limit."""
+    check_tensor("q", q, (None, None, None, k_pool.shape[3]), (k_pool.dtype,), k_pool, contiguous=False)
+    if not 1 <= q.shape[1] <= max_rows:
+        raise ValueError(f"q: expected 1 to {max_rows} query rows (axis 1), got {q.shape[1]}")
+    if q.shape[2] % k_pool.shape[2]:
+        raise ValueError(f"q: expected a multiple of {k_pool.shape[2]} query heads (axis 2), got {q.shape[2]}")
+    if out is not None:
+        check_tensor("out", out, tuple(q.shape), (q.dtype,), q)

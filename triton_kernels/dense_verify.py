@@ -1,0 +1,196 @@
+"""Dense attention of T in-flight rows over the whole paged cache (METHOD section 5, step 3, without a set).
+
+Also serves decoding (T = 1), the 32-64 row dense check of `exact`, and prefill chunks: more rows are more row tiles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_core import (
+    AttentionConfig,
+    AttentionWorkspace,
+    Plan,
+    attend_tile,
+    check_query,
+    dense_split,
+    finish_split,
+    launch_options,
+    merge_kernel,
+    plan_attention,
+    store_rows,
+)
+from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, power_of_two, precision_of
+
+MAX_QUERY_ROWS = 8192
+
+
+@triton.jit
+def dense_verify_kernel(
+    q, k_pool, v_pool, page_table, lengths, num_tokens, out, part_o, part_ml, counters,
+    stride_qb, stride_qt, stride_qh, stride_pt, T, window, scale_log2, softcap,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, key split, row tile, kv head); neighbours share the sequence's pages."""
+    begin_dependent(PDL)
+    pid = tl.program_id(0)
+    h = pid % HKV
+    tile = (pid // HKV) % ROW_TILES
+    split = (pid // (HKV * ROW_TILES)) % SPLITS
+    b = pid // (HKV * ROW_TILES * SPLITS)
+    length = tl.load(lengths + b)
+    fed = tl.minimum(tl.load(num_tokens + b), T)
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    t = m // G
+    head = h * G + m % G
+    in_tile = m < T * G
+    dims = tl.arange(0, BLOCK_D)
+    first_row = (tile * BLOCK_M) // G
+    if first_row >= fed:
+        if split == 0:
+            store_rows(out, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b, t, head, dims, in_tile, T, HKV * G, D)
+        return
+    last_row = tl.minimum(((tile + 1) * BLOCK_M - 1) // G, fed - 1)
+    begin, stop, active = dense_split(length, first_row, last_row, window, split, SPLITS, BLOCK_N, WINDOW)
+    if split >= active:
+        return
+
+    valid = in_tile & (t < fed)
+    q_rows = b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
+    in_head = dims < D
+    q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    pages = page_table + b.to(tl.int64) * stride_pt
+    row_size: tl.constexpr = HKV * D
+    keys = tl.arange(0, BLOCK_N)
+    # Every row sees every key up to length + first_row: those tiles need no mask.
+    plain_stop = begin if WINDOW else tl.maximum(tl.minimum((length + first_row + 1) // BLOCK_N * BLOCK_N, stop), begin)
+    for start in range(begin, plain_stop, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * row_size + h * D
+        if D == BLOCK_D:
+            k = tl.load(k_pool + rows[None, :] + dims[:, None])
+            v = tl.load(v_pool + rows[:, None] + dims[None, :])
+        else:
+            k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=in_head[:, None], other=0.0)
+            v = tl.load(v_pool + rows[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
+        m_i, l_i, acc = attend_tile(q_tile, k, v, in_tile[:, None], m_i, l_i, acc, scale_log2, softcap, SOFTCAP, False, PRECISION)
+    for start in range(plain_stop, stop, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * row_size + h * D
+        position = start + keys
+        stored = position < stop
+        k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored[None, :] & in_head[:, None], other=0.0)
+        v = tl.load(v_pool + rows[:, None] + dims[None, :], mask=stored[:, None] & in_head[None, :], other=0.0)
+        visible = (position[None, :] < stop) & (position[None, :] <= length + t[:, None])
+        if WINDOW:
+            visible = visible & (position[None, :] > length + t[:, None] - window)
+        m_i, l_i, acc = attend_tile(q_tile, k, v, visible, m_i, l_i, acc, scale_log2, softcap, SOFTCAP, True, PRECISION)
+
+    group = (b * ROW_TILES + tile) * HKV + h
+    finish_split(
+        acc, m_i, l_i, out, part_o, part_ml, counters, group, split, active, b, t, head, dims, in_tile, valid, T, HKV * G,
+        D, BLOCK_D, BLOCK_M, SPLITS, FUSED,
+    )  # fmt: skip
+
+
+@triton.jit
+def locate(pages, start, keys, stop, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pool rows [BLOCK_N] int64 of keys start + [0, BLOCK_N)."""
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+        return page * PAGE + start % PAGE + keys
+    else:
+        position = start + keys
+        page = tl.load(pages + position // PAGE, mask=position < stop, other=0).to(tl.int64)
+        return page * PAGE + position % PAGE
+
+
+def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
+    """The measured configuration for `rows` = T * Hq/Hkv packed query rows."""
+    if dtype == torch.float32:
+        return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=4.0)
+    block_n = 32 if head_dim > 128 else 64
+    if rows <= 64:
+        return AttentionConfig(power_of_two(rows, 16), block_n, 4, 3, waves=4.0)
+    return AttentionConfig(64 if head_dim > 128 else 128, block_n, 8, 3, waves=4.0)
+
+
+def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:
+    """The launch plan for q [B, T, Hq, D]; `num_rows` and `num_counters` size an AttentionWorkspace."""
+    batch, tokens, heads, dim = q.shape
+    rows = tokens * (heads // num_kv_heads)
+    config = config or choose_config(rows, dim, q.dtype)
+    return plan_attention(config, batch, num_kv_heads, rows, max_keys, q.device)
+
+
+def dense_verify(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    num_tokens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    max_keys: int | None = None,
+    out: torch.Tensor | None = None,
+    workspace: AttentionWorkspace | None = None,
+    config: AttentionConfig | None = None,
+) -> torch.Tensor:
+    """Attention of q [B, T, Hq, D] over committed keys [0, lengths[b]) and in-flight keys up to each row's own.
+
+    k_pool, v_pool [pages, page_size, Hkv, D]; page_table [B, max_pages] int32; lengths, num_tokens [B] int32 on the
+    device. In-flight K, V already lie at positions lengths[b] .. lengths[b] + num_tokens[b] - 1. Row t sees key j when
+    j <= lengths[b] + t, and j > lengths[b] + t - window when `window` > 0. Rows at or beyond num_tokens[b] come out
+    zero. `max_keys` bounds lengths + T (default: what the page table holds) and only steers the number of splits.
+    Returns [B, T, Hq, D]. Nothing is allocated when `out` and `workspace` are passed. Raises ValueError on bad input.
+    """
+    check_query(q, k_pool, out, MAX_QUERY_ROWS)
+    batch, tokens, num_heads, dim = q.shape
+    page_size, num_kv_heads = k_pool.shape[1], k_pool.shape[2]
+    check_pools(k_pool, v_pool, page_table, batch)
+    check_counts(batch, q, lengths=lengths, num_tokens=num_tokens)
+    if window < 0 or softcap < 0:
+        raise ValueError(f"window, softcap: expected 0 (off) or more, got {window}, {softcap}")
+    capacity = page_table.shape[1] * page_size
+    group = num_heads // num_kv_heads
+    config = config or choose_config(tokens * group, dim, q.dtype)
+    launch = plan(q, num_kv_heads, min(max_keys or capacity, capacity), config)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if workspace is None:
+        workspace = AttentionWorkspace(launch.num_rows, dim, launch.num_counters, q.device)
+    workspace.check(launch.num_rows, dim, launch.num_counters, q)
+    scale = 1.0 / math.sqrt(dim) if scale is None else scale
+    options = launch_options(config, not INTERPRETED)
+    dependent = "launch_pdl" in options
+    block_d = power_of_two(dim, 16)
+    dense_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads,)](
+        q, k_pool, v_pool, page_table, lengths, num_tokens, out, workspace.outputs, workspace.stats, workspace.counters,
+        q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), tokens, window, scale * math.log2(math.e), softcap,
+        HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PAGE=page_size,
+        SPLITS=launch.splits, ROW_TILES=launch.row_tiles, WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused,
+        PRECISION=precision_of(q.dtype), PDL=dependent, **options,
+    )  # fmt: skip
+    if launch.splits > 1 and not launch.fused:
+        chunk = min(config.block_m, 4)
+        extra = {"launch_pdl": True} if dependent else {}
+        merge_kernel[(batch * num_kv_heads, triton.cdiv(min(config.block_m, tokens * group), chunk), launch.row_tiles)](
+            out, workspace.outputs, workspace.stats, lengths, num_tokens, lengths, tokens, window, num_heads,
+            HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            BLOCK_R=chunk, SPLITS=launch.splits, WINDOW=window > 0, SPARSE=False, PDL=dependent, num_warps=4, **extra,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,327 @@
+"""Mean softmax mass that a few query heads put on every committed token (METHOD section 3.1, both signals).
+
+Pass 1 reads each K row once for all rows and heads that share its kv head, keeps the logits (4 bytes a row, far less
+than the K row when few rows score) and each chunk's (max, sum). Pass 2 turns logits into mass with the exact
+log-sum-exp and adds up rows and heads in fixed order. Without `keep_logits` pass 2 reads K again instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .dense_verify import locate
+from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Scoring heads grouped by kv head. `kv_heads` [KVH] int32; `heads` [KVH, H] int32 indexes the S axis of q, -1 pads."""
+
+    kv_heads: torch.Tensor
+    heads: torch.Tensor
+    num_heads: int
+
+
+@functools.cache
+def _group(kv_head_of: tuple[int, ...], device: str) -> HeadGroups:
+    members: dict[int, list[int]] = {}
+    for s, kv in enumerate(kv_head_of):
+        members.setdefault(kv, []).append(s)
+    widest = max(map(len, members.values()))
+    table = [members[kv] + [-1] * (widest - len(members[kv])) for kv in sorted(members)]
+    return HeadGroups(
+        torch.tensor(sorted(members), dtype=torch.int32, device=device),
+        torch.tensor(table, dtype=torch.int32, device=device),
+        len(kv_head_of),
+    )
+
+
+def group_heads(query_heads: Sequence[int], num_heads: int, num_kv_heads: int, device: torch.device | str) -> HeadGroups:
+    """HeadGroups of scoring `query_heads` (in the order of q's S axis). Cached: call it before capturing a graph."""
+    if not query_heads or min(query_heads) < 0 or max(query_heads) >= num_heads:
+        raise ValueError(f"query_heads: expected heads in 0..{num_heads - 1}, got {list(query_heads)}")
+    share = num_heads // num_kv_heads
+    return _group(tuple(head // share for head in query_heads), str(device))
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Launch sizes: keys a tile of pass 1 and of pass 2, keys a chunk at least, pipeline stages, warps."""
+
+    block_n: int = 128
+    mass_n: int = 128
+    chunk: int = 1024
+    num_stages: int = 3
+    num_warps: int = 4
+
+
+class ScoreWorkspace:
+    """Scratch of one scoring call, reusable by the next: logits (optional), chunk statistics, log-sum-exp, counters."""
+
+    def __init__(self, num_logits: int, num_stats: int, num_lanes: int, device: torch.device | str) -> None:
+        self.logits = torch.empty(max(num_logits, 1), dtype=torch.float32, device=device)
+        self.stats = torch.empty(max(num_stats, 1), dtype=torch.float32, device=device)
+        self.lse = torch.empty(num_lanes, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(num_lanes, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def head_logits(
+    q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
+    HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 logits [M, BLOCK_N] of keys start + [0, BLOCK_N), -inf at and beyond `length`."""
+    row_size: tl.constexpr = HKV * D
+    rows = locate(pages, start, keys, length, PAGE, BLOCK_N) * row_size + kv * D
+    stored = (start + keys < length)[None, :] & (dims < D)[:, None]
+    k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored, other=0.0)
+    s = tl.dot(q_tile, k, input_precision=PRECISION)
+    if SOFTCAP:
+        x = s * (scale_log2 * 0.6931471805599453) / softcap
+        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
+    else:
+        s = s * scale_log2
+    return tl.where((start + keys < length)[None, :], s, float("-inf"))
+
+
+@triton.jit
+def load_queries(
+    q, head_table, b, group, rows, num_rows, dims, stride_qb, stride_qr, stride_qs,
+    H: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Query tile [M, BLOCK_D] of a kv group and its valid rows [M]: row m is lookahead row m // H, group head m % H."""
+    head = tl.load(head_table + group * H + rows % H)
+    valid = (rows // H < num_rows) & (head >= 0)
+    offset = b.to(tl.int64) * stride_qb + (rows // H).to(tl.int64) * stride_qr + head.to(tl.int64) * stride_qs
+    return tl.load(q + offset[:, None] + dims[None, :], mask=valid[:, None] & (dims < D)[None, :], other=0.0), valid
+
+
+@triton.jit
+def score_logits_kernel(
+    q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, logits, lse, stats, counters,
+    stride_qb, stride_qr, stride_qs, stride_pt, nmax, num_chunks, scale_log2, softcap,
+    KVH: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Pass 1, program (chunk of CHUNK keys, kv group, sequence)."""
+    begin_dependent(PDL)
+    chunk = tl.program_id(0)
+    group = tl.program_id(1)
+    b = tl.program_id(2)
+    length = tl.load(lengths + b)
+    fed = tl.load(num_rows + b)
+    if (chunk * CHUNK >= length) | (fed <= 0):
+        return
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, BLOCK_N)
+    q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
+    kv = tl.load(kv_heads + group)
+    pages = page_table + b.to(tl.int64) * stride_pt
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    lane = (b.to(tl.int64) * KVH + group) * BLOCK_M + m
+    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, length), BLOCK_N):
+        s = head_logits(
+            q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
+            HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION,
+        )  # fmt: skip
+        if KEEP:
+            inside = valid[:, None] & (start + keys < length)[None, :]
+            tl.store(logits + lane[:, None] * nmax + (start + keys)[None, :], s, mask=inside)
+        # Tiles always hold a key below `length`, so the maximum is finite.
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        l_i = l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(s - m_new[:, None]), 1)
+        m_i = m_new
+    base = (lane * num_chunks + chunk) * 2
+    tl.store(stats + base, m_i, mask=valid)
+    tl.store(stats + base + 1, l_i, mask=valid)
+    tl.debug_barrier()
+    counter = counters + b * KVH + group
+    used_chunks = tl.cdiv(length, CHUNK)
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used_chunks - 1:
+        chunks = tl.arange(0, BLOCK_C)
+        base_all = (lane[:, None] * num_chunks + chunks[None, :]) * 2
+        used = valid[:, None] & (chunks < used_chunks)[None, :]
+        tops = tl.load(stats + base_all, mask=used, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(stats + base_all + 1, mask=used, other=0.0, cache_modifier=".cg")
+        top = tl.where(valid, tl.max(tops, 1), 0.0)
+        total = tl.sum(sums * tl.exp2(tops - top[:, None]), 1)
+        tl.store(lse + lane, top + tl.log2(tl.where(valid, total, 1.0)), mask=valid)
+        tl.store(counter, 0)
+
+
+@triton.jit
+def score_mass_kernel(
+    q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, logits, lse, scores,
+    stride_qb, stride_qr, stride_qs, stride_pt, nmax, scale_log2, softcap, weight,
+    KVH: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Pass 2, program (tile of BLOCK_N keys, sequence): sums rows, then groups, in fixed order."""
+    begin_dependent(PDL)
+    start = tl.program_id(0) * BLOCK_N
+    b = tl.program_id(1)
+    length = tl.load(lengths + b)
+    fed = tl.load(num_rows + b)
+    keys = tl.arange(0, BLOCK_N)
+    position = start + keys
+    target = scores + b.to(tl.int64) * nmax + position
+    live = (start < length) & (fed > 0)
+    if ADD:
+        if not live:
+            return
+    mass = tl.zeros([BLOCK_N], tl.float32)
+    if live:
+        m = tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, BLOCK_D)
+        pages = page_table + b.to(tl.int64) * stride_pt
+        for group in range(KVH):
+            q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
+            lane = (b.to(tl.int64) * KVH + group) * BLOCK_M + m
+            shift = tl.load(lse + lane, mask=valid, other=0.0)
+            if KEEP:
+                mask = valid[:, None] & (position < length)[None, :]
+                s = tl.load(logits + lane[:, None] * nmax + position[None, :], mask=mask, other=float("-inf"))
+            else:
+                s = head_logits(
+                    q_tile, k_pool, pages, start, keys, length, tl.load(kv_heads + group), dims, scale_log2, softcap,
+                    HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION,
+                )  # fmt: skip
+            mass += tl.sum(tl.where(valid[:, None], tl.exp2(s - shift[:, None]), 0.0), 0)
+        mass = mass * (weight / fed.to(tl.float32))
+    if ADD:
+        mass += tl.load(target, mask=position < length, other=0.0)
+        tl.store(target, mass, mask=position < length)
+    else:
+        tl.store(target, tl.where(position < length, mass, float("-inf")), mask=position < nmax)
+
+
+def score_heads(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    groups: HeadGroups,
+    scores: torch.Tensor,
+    *,
+    num_rows: torch.Tensor,
+    weight: float = 1.0,
+    add: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    keep_logits: bool | None = None,
+    workspace: ScoreWorkspace | None = None,
+    config: ScoreConfig | None = None,
+) -> torch.Tensor:
+    """Write (or add) to scores [B, Nmax] fp32: weight * mean over rows and heads of softmax_j(q . K_j * scale).
+
+    q [B, R, S, D] post-RoPE queries of the S scoring heads of one layer; `groups` from group_heads; num_rows [B] int32
+    valid rows (0: the row's scores become 0, or stay when adding). k_pool [pages, page_size, Hkv, D]; page_table
+    [B, max_pages]; lengths [B] int32: the softmax runs over [0, lengths[b]). With add=False entries at and beyond
+    lengths[b] become -inf. To average L layers call L times with weight 1/L, add=True from the second on.
+    Returns scores. Allocates nothing when `workspace` (see workspace_for) is passed. Raises ValueError on bad input.
+    """
+    check_tensor("q", q, (None, None, groups.num_heads, k_pool.shape[3]), (k_pool.dtype,), k_pool, contiguous=False)
+    batch, rows, _, dim = q.shape
+    check_pools(k_pool, None, page_table, batch)
+    check_counts(batch, q, lengths=lengths, num_rows=num_rows)
+    check_tensor("scores", scores, (batch, None), (torch.float32,), q)
+    page_size, num_kv_heads = k_pool.shape[1], k_pool.shape[2]
+    nmax = scores.shape[1]
+    if nmax > page_table.shape[1] * page_size:
+        raise ValueError(f"scores: expected at most {page_table.shape[1] * page_size} columns (the page table), got {nmax}")
+    kv_groups, per_group = groups.heads.shape
+    shape = _shape(batch, rows, groups, nmax, dim, q.dtype, keep_logits, config)
+    if workspace is None:
+        workspace = ScoreWorkspace(shape.num_logits, shape.num_stats, shape.num_lanes, q.device)
+    have = (workspace.logits.numel(), workspace.stats.numel(), workspace.lse.numel())
+    need = (shape.num_logits, shape.num_stats, shape.num_lanes)
+    if any(h < n for h, n in zip(have, need, strict=True)):
+        raise ValueError(f"workspace: expected at least {need} logits, statistics and lanes, got {have}")
+    scale = 1.0 / math.sqrt(dim) if scale is None else scale
+    options = {} if INTERPRETED else {"launch_pdl": True}
+    common = {
+        "KVH": kv_groups, "H": per_group, "HKV": num_kv_heads, "D": dim, "BLOCK_D": power_of_two(dim, 16),
+        "BLOCK_M": shape.block_m, "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep,
+        "PRECISION": precision_of(q.dtype), "PDL": bool(options), "num_warps": shape.config.num_warps,
+        "num_stages": shape.config.num_stages, **options,
+    }  # fmt: skip
+    strides = (q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), nmax)
+    scale_log2 = scale * math.log2(math.e)
+    inputs = (q, k_pool, page_table, lengths, num_rows, groups.kv_heads, groups.heads, workspace.logits, workspace.lse)
+    score_logits_kernel[(shape.num_chunks, kv_groups, batch)](
+        *inputs, workspace.stats, workspace.counters, *strides, shape.num_chunks, scale_log2, softcap,
+        BLOCK_N=shape.config.block_n, BLOCK_C=power_of_two(shape.num_chunks), CHUNK=shape.chunk, **common,
+    )  # fmt: skip
+    score_mass_kernel[(triton.cdiv(nmax, shape.config.mass_n), batch)](
+        *inputs, scores, *strides, scale_log2, softcap, weight / groups.num_heads,
+        BLOCK_N=shape.config.mass_n, ADD=add, **common,
+    )  # fmt: skip
+    return scores
+
+
+@dataclass(frozen=True)
+class _Shape:
+    config: ScoreConfig
+    block_m: int
+    chunk: int
+    num_chunks: int
+    num_logits: int
+    num_stats: int
+    num_lanes: int
+    keep: bool
+
+
+def _shape(
+    batch: int,
+    rows: int,
+    groups: HeadGroups,
+    nmax: int,
+    dim: int,
+    dtype: torch.dtype,
+    keep: bool | None,
+    config: ScoreConfig | None = None,
+) -> _Shape:
+    kv_groups, per_group = groups.heads.shape
+    block_m = power_of_two(rows * per_group, 16)
+    if block_m > 128:
+        raise ValueError(f"q: expected rows * heads per kv head <= 128, got {rows} * {per_group}")
+    if keep is None:
+        # Keeping costs a write and a read of 4 bytes a row; reading K again costs its row.
+        keep = 8 * rows * per_group <= dim * dtype.itemsize
+    if config is None:
+        wide = dtype == torch.float32 or block_m * dim > 8192
+        config = ScoreConfig(32, 32, 64) if INTERPRETED else ScoreConfig(32, 32) if wide else ScoreConfig()
+    # Statistics of all chunks of a lane are combined in one tile: at most 64 of them.
+    chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
+    num_chunks = triton.cdiv(nmax, chunk)
+    lanes = batch * kv_groups * block_m
+    return _Shape(
+        config, block_m, chunk, num_chunks, lanes * nmax if keep else 0, lanes * num_chunks * 2, lanes, keep
+    )  # fmt: skip
+
+
+def workspace_for(
+    batch: int,
+    rows: int,
+    groups: HeadGroups,
+    nmax: int,
+    dim: int,
+    dtype: torch.dtype,
+    keep_logits: bool | None = None,
+    config: ScoreConfig | None = None,
+) -> ScoreWorkspace:
+    """Scratch that fits score_heads for these shapes (nmax = columns of `scores`)."""
+    shape = _shape(batch, rows, groups, nmax, dim, dtype, keep_logits, config)
+    return ScoreWorkspace(shape.num_logits, shape.num_stats, shape.num_lanes, groups.heads.device)

@@ -1,0 +1,277 @@
+"""The quota rule (METHOD section 3.2): protect, top m by the draft, fill by the target, ties to the lower index.
+
+Exact radix select by counting: the order-preserving integer of a score is narrowed two bits a step, three thresholds
+counted in one reduction, keys held in registers. Long rows first reduce to candidates, chunk by chunk, and the lists of
+chunks again while they are long: a chunk's own top m by draft and top k by target contain every token of that chunk the
+whole row can choose. Nothing depends on the order in which programs run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .runtime import INTERPRETED, begin_dependent, check_counts, check_tensor, power_of_two
+
+# What one program holds in registers without spilling.
+BLOCK_COLUMNS = 64 if INTERPRETED else 8192
+
+
+@triton.jit
+def ordered_key(score):
+    """Order-preserving uint32 of a float32, above 0 for every number (0 marks "out of the running")."""
+    bits = score.to(tl.uint32, bitcast=True)
+    flipped = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    # -0.0 and 0.0 must tie.
+    return tl.where((bits << 1) == 0, tl.full(bits.shape, 0x80000000, tl.uint32), flipped)
+
+
+@triton.jit
+def take_top(key, want):
+    """Mask of the `want` largest keys [N] uint32; among equal keys the lower positions; never a key of 0."""
+    threshold = tl.full([], 0, tl.uint32)
+    unit = tl.full([], 1 << 30, tl.uint32)
+    for _ in range(16):
+        # Counts of up to 2^20 for three thresholds share one 64-bit sum.
+        packed = (key >= threshold + unit).to(tl.int64)
+        packed += (key >= threshold + 2 * unit).to(tl.int64) << 21
+        packed += (key >= threshold + 3 * unit).to(tl.int64) << 42
+        counts = tl.sum(packed, 0)
+        digit = ((counts & 0x1FFFFF) >= want).to(tl.uint32)
+        digit += (((counts >> 21) & 0x1FFFFF) >= want).to(tl.uint32)
+        digit += ((counts >> 42) >= want).to(tl.uint32)
+        threshold += digit * unit
+        unit = unit >> 2
+    above = key > threshold
+    equal = (key == threshold) & (key != 0)
+    missing = want - tl.sum(above.to(tl.int32), 0)
+    if tl.sum(equal.to(tl.int32), 0) > missing:
+        equal = equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing)
+    return (above | equal) & (want > 0)
+
+
+@triton.jit
+def load_keys(scores, offset, mask):
+    """Keys of the scores at `offset` where `mask`, else 0."""
+    key = ordered_key(tl.load(scores + offset, mask=mask, other=0.0))
+    return tl.where(mask, key, tl.full(key.shape, 0, tl.uint32))
+
+
+@triton.jit
+def positions_of(
+    candidates, num_candidates, b, first, length, lists,
+    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """(token positions [BLOCK], which of them exist): from GROUP candidate lists of a sequence, or a run of the row."""
+    entry = tl.arange(0, BLOCK)
+    if GROUP > 0:
+        which = entry // CAPACITY
+        listed = (which < GROUP) & (first * GROUP + which < lists)
+        start = b * lists + first * GROUP
+        filled = tl.load(num_candidates + start + which, mask=listed, other=0)
+        stored = entry % CAPACITY < filled
+        return tl.load(candidates + start * CAPACITY + entry, mask=stored, other=0), stored
+    position = first * BLOCK + entry
+    return position, position < length
+
+
+@triton.jit
+def candidates_kernel(
+    target, draft, lengths, listed, num_listed, candidates, num_candidates, stride_t, stride_d, budget, sinks, recent,
+    by_draft, lists,
+    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_TARGET: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk or group of lists, sequence): its candidates, ascending."""
+    begin_dependent(PDL)
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + b)
+    slot = b * tl.num_programs(0) + tl.program_id(0)
+    if (length <= budget) | ((GROUP == 0) & (tl.program_id(0) * BLOCK >= length)):
+        tl.store(num_candidates + slot, 0)
+        return
+    position, stored = positions_of(listed, num_listed, b, tl.program_id(0), length, lists, BLOCK, CAPACITY, GROUP)
+    protected = stored & ((position < sinks) | (position >= length - recent))
+    free = stored & (protected == 0)
+    chosen = protected
+    if HAS_DRAFT:
+        chosen = chosen | take_top(load_keys(draft, b * stride_d + position, free), by_draft)
+    if HAS_TARGET:
+        chosen = chosen | take_top(load_keys(target, b * stride_t + position, free), budget - sinks - recent)
+    rank = tl.cumsum(chosen.to(tl.int32), 0)
+    tl.store(candidates + slot * CAPACITY + rank - 1, position, mask=chosen & (rank <= CAPACITY))
+    tl.store(num_candidates + slot, tl.sum(chosen.to(tl.int32), 0))
+
+
+@triton.jit
+def choose_kernel(
+    target, draft, lengths, listed, num_listed, indices, counts,
+    stride_t, stride_d, stride_i, budget, sinks, recent, by_draft, lists,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DRAFT: tl.constexpr, HAS_TARGET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence): the final choice, from the last candidate lists or (GROUP 0) from the whole row."""
+    begin_dependent(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + b)
+    column = tl.arange(0, BLOCK_K)
+    if length <= budget:
+        tl.store(indices + b * stride_i + column, tl.where(column < length, column, 0), mask=column < budget)
+        tl.store(counts + b, length)
+        return
+    position, stored = positions_of(listed, num_listed, b, 0, length, lists, BLOCK, CAPACITY, GROUP)
+    chosen = stored & ((position < sinks) | (position >= length - recent))
+    if HAS_DRAFT:
+        free = stored & (chosen == 0)
+        chosen = chosen | take_top(load_keys(draft, b * stride_d + position, free), by_draft)
+    if HAS_TARGET:
+        free = stored & (chosen == 0)
+        left = budget - tl.sum(chosen.to(tl.int32), 0)
+        chosen = chosen | take_top(load_keys(target, b * stride_t + position, free), left)
+    rank = tl.cumsum(chosen.to(tl.int32), 0)
+    tl.store(indices + b * stride_i + rank - 1, position, mask=chosen & (rank <= budget))
+    tl.store(counts + b, budget)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """`levels`: (programs, lists joined by each) of every candidate launch; `group` lists reach the final choice."""
+
+    levels: tuple[tuple[int, int], ...]
+    capacity: int
+    group: int
+    block: int
+
+
+def _shape(columns: int, budget: int, by_draft: int) -> _Shape:
+    """Chunks of BLOCK_COLUMNS, then lists joined while they do not fit one program."""
+    if columns <= BLOCK_COLUMNS:
+        return _Shape((), 1, 0, power_of_two(columns, 16))
+    capacity = budget + by_draft
+    # Two lists must fit, or joining would never end: budgets above half a block use a larger one.
+    block = max(BLOCK_COLUMNS, power_of_two(2 * capacity))
+    if columns <= block:
+        return _Shape((), 1, 0, power_of_two(columns, 16))
+    lists = triton.cdiv(columns, block)
+    levels = [(lists, 0)]
+    join = block // capacity
+    while lists > join:
+        # Even groups keep every program equally long.
+        lists = triton.cdiv(lists, join)
+        levels.append((lists, triton.cdiv(levels[-1][0], lists)))
+    return _Shape(tuple(levels), capacity, lists, block)
+
+
+class SelectWorkspace:
+    """Two buffers of candidate lists for select_tokens on [B, Nmax] scores."""
+
+    def __init__(self, batch: int, columns: int, budget: int, by_draft: int, device: torch.device | str) -> None:
+        shape = _shape(columns, budget, by_draft)
+        lists = batch * max([programs for programs, _ in shape.levels], default=1)
+        self.candidates = torch.empty((2, lists * shape.capacity), dtype=torch.int32, device=device)
+        self.num_candidates = torch.empty((2, lists), dtype=torch.int32, device=device)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(4, block // 1024))
+
+
+def select_tokens(
+    target_scores: torch.Tensor | None,
+    draft_scores: torch.Tensor | None,
+    lengths: torch.Tensor,
+    *,
+    budget: int,
+    num_sink_tokens: int,
+    num_recent_tokens: int,
+    num_draft_selected: int,
+    indices: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    workspace: SelectWorkspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose tokens of [0, lengths[b]): protected, then top num_draft_selected by draft, then the best by target.
+
+    Scores [B, Nmax] fp32 (NaN-free), lengths [B] int32. Returns indices [B, budget] int32 ascending and counts [B] int32
+    (budget, or lengths[b] when that is no larger: then all of [0, lengths[b])). Entries beyond the count are 0. A score
+    of None gives its share to the other; without both the recent window grows to fill the budget. num_draft_selected
+    above the free budget takes all of it. Raises ValueError, also when budget < sinks + recent.
+    """
+    given = [scores for scores in (target_scores, draft_scores) if scores is not None]
+    if min(num_sink_tokens, num_recent_tokens, num_draft_selected) < 0:
+        raise ValueError("num_sink_tokens, num_recent_tokens, num_draft_selected: expected 0 or more")
+    if budget < max(1, num_sink_tokens + num_recent_tokens):
+        raise ValueError(
+            f"budget: expected at least {num_sink_tokens + num_recent_tokens} (sinks and recent tokens), got {budget}"
+        )
+    batch = lengths.shape[0]
+    check_counts(batch, lengths, lengths=lengths)
+    columns = given[0].shape[-1] if given else budget
+    for name, scores in (("target_scores", target_scores), ("draft_scores", draft_scores)):
+        if scores is not None:
+            check_tensor(name, scores, (batch, columns), (torch.float32,), lengths, contiguous=False)
+    if indices is None:
+        indices = torch.empty((batch, budget), dtype=torch.int32, device=lengths.device)
+    if counts is None:
+        counts = torch.empty(batch, dtype=torch.int32, device=lengths.device)
+    check_tensor("indices", indices, (batch, budget), (torch.int32,), lengths)
+    check_counts(batch, lengths, counts=counts)
+    options = {} if INTERPRETED else {"launch_pdl": True}
+    if not given:
+        window_kernel[(triton.cdiv(budget, 1024), batch)](
+            lengths, indices, counts, budget, num_sink_tokens, BLOCK=1024, PDL=bool(options), **options
+        )
+        return indices, counts
+    free = budget - num_sink_tokens - num_recent_tokens
+    by_draft = free if target_scores is None else 0 if draft_scores is None else min(num_draft_selected, free)
+    shape = _shape(columns, budget, by_draft)
+    if workspace is None:
+        workspace = SelectWorkspace(batch, columns, budget, by_draft, lengths.device)
+    size = batch * max([programs for programs, _ in shape.levels], default=1)
+    if workspace.num_candidates.shape[1] < size or workspace.candidates.shape[1] < size * shape.capacity:
+        raise ValueError(
+            f"workspace: expected {size} lists of {shape.capacity} candidates, "
+            f"got {workspace.num_candidates.shape[1]} lists and {workspace.candidates.shape[1]} candidates"
+        )
+    target = given[0] if target_scores is None else target_scores
+    draft = given[0] if draft_scores is None else draft_scores
+    common = {
+        "HAS_DRAFT": draft_scores is not None and by_draft > 0, "HAS_TARGET": target_scores is not None,
+        "PDL": bool(options), **options,
+    }  # fmt: skip
+    strides = (target.stride(0), draft.stride(0))
+    quota = (budget, num_sink_tokens, num_recent_tokens, by_draft)
+    lists = 0
+    for level, (programs, group) in enumerate(shape.levels):
+        source, result = (level + 1) % 2, level % 2
+        candidates_kernel[(programs, batch)](
+            target, draft, lengths, workspace.candidates[source], workspace.num_candidates[source],
+            workspace.candidates[result], workspace.num_candidates[result], *strides, *quota, lists,
+            BLOCK=shape.block, CAPACITY=shape.capacity, GROUP=group, num_warps=_warps(shape.block), **common,
+        )  # fmt: skip
+        lists = programs
+    source = (len(shape.levels) + 1) % 2
+    block = power_of_two(shape.group * shape.capacity, 16) if shape.levels else shape.block
+    choose_kernel[(batch,)](
+        target, draft, lengths, workspace.candidates[source], workspace.num_candidates[source], indices, counts,
+        *strides, indices.stride(0), *quota, lists,
+        BLOCK=block, BLOCK_K=power_of_two(budget), CAPACITY=shape.capacity, GROUP=shape.group,
+        num_warps=_warps(block), **common,
+    )  # fmt: skip
+    return indices, counts
+
+
+@triton.jit
+def window_kernel(lengths, indices, counts, budget, sinks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Sinks and the newest tokens (streaming), program (chunk of entries, sequence)."""
+    begin_dependent(PDL)
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + b)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    moved = tl.where(entry < sinks, entry, length - budget + entry)
+    index = tl.where(length <= budget, tl.where(entry < length, entry, 0), moved)
+    tl.store(indices + b * budget + entry, index, mask=entry < budget)
+    if tl.program_id(0) == 0:
+        tl.store(counts + b, tl.minimum(length, budget))
