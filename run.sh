@@ -7,5 +7,5 @@ cd "$(dirname "$0")"
 if [ $# -gt 0 ]; then
     exec "$VENV_BIN/python" -m dustin "$@"
 fi
-exec "$VENV_BIN/python" -m dustin generate --file bench/data/northanger_abbey_chapter_1.txt --max-tokens 128 \
+exec "$VENV_BIN/python" -m dustin generate --file bench/data/northanger_abbey_chapter_1.txt --max-tokens 64 \
     "Who is the heroine of this chapter, and what is she like? Answer in three sentences."

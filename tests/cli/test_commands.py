@@ -229,7 +229,7 @@ def test_nan_logits_and_too_large_a_cache(environment: dict[str, str], tmp_path:
     command = ["generate", "-m", broken, "hi"]
     for backend in ("numpy", "torch"):
         environment["DUSTIN_BACKEND"] = backend
-        fails(dustin(environment, *command, "-n", 10**11), 1, "GiB", "--max-tokens")
+        fails(dustin(environment, *command, "-n", 10**11), 1, "KV cache", "available", "--max-kv-size")
     weights = str(broken / "model.safetensors")
     save_file({name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights)
     for backend in ("numpy", "torch"):
