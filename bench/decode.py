@@ -77,7 +77,6 @@ class DecodeBench:
         self.results: list[dict[str, Any]] = []
         self.baseline: dict[int, float] = {}
         self.capture_seconds = 0.0
-        self._memory: Any = None
 
     def sides(self, batch: int) -> tuple[Side, Side]:
         """Target and draft with caches of `batch` rows."""
@@ -97,8 +96,7 @@ class DecodeBench:
 
     def capture(self, function: Callable[[], Any]) -> Captured:
         """A graph of `function`; its seconds are added up."""
-        captured = Captured(function, self.device, self._memory)
-        self._memory = self._memory or captured.pool
+        captured = Captured(function, self.device)
         self.capture_seconds += captured.seconds
         return captured
 
@@ -372,7 +370,7 @@ def main(
         for row in results:
             row["capture_seconds_in_all"] = round(bench.capture_seconds, 2)
         record = bench.record
-        del bench.target, bench.draft, bench._memory
+        del bench.target, bench.draft
         gc.collect()
         torch.cuda.empty_cache()
         for batch in (int(b) for b in peers.split(",") if b):

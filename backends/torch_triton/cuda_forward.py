@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from dustin.backends.torch_triton import cuda_gemm as gemm
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagePool
 from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
@@ -72,6 +73,11 @@ class DeviceForward:
         self.pool = pool
         self._cos, self._sin = cos, sin
         self._workspaces: dict[tuple[int, ...], AttentionWorkspace] = {}
+        # Small models run few rows as fused products; biases on the gate are the one thing those lack.
+        self.fused = config.hidden_size <= gemm.MAX_HIDDEN and all(layer.gate_up.bias is None for layer in weights.layers)
+        q_size = config.num_heads * config.head_dim
+        self._scratch = gemm.scratch_for(config.hidden_size, config.intermediate_size, q_size, weights.embedding.device)
+        self._head_indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def run(
         self, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
@@ -84,16 +90,24 @@ class DeviceForward:
         if last_row_only or logits == "last":
             last = (inputs.num_tokens.long() - 1).clamp_(min=0) + torch.arange(batch, device=residual.device) * rows
         queries: dict[int, torch.Tensor] = {}
+        fused = self.fused and batch * rows <= gemm.MAX_ROWS
         update = None
         for i, layer in enumerate(self.weights.layers):
-            x = add_norm(update, residual, layer.input_norm, eps)
-            q = self._project(layer, x, inputs, i, i in heads)
+            if fused:
+                qkv = gemm.fused_linear(residual, layer.qkv, norm=layer.input_norm, eps=eps)
+            else:
+                qkv = F.linear(add_norm(update, residual, layer.input_norm, eps), layer.qkv.weight, layer.qkv.bias)
+            q = self._turn(layer, qkv, inputs, i, i in heads)
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
-            attended = self._attend(q, inputs, i)
-            update = F.linear(attended.view(batch * rows, -1), layer.output.weight, layer.output.bias)
-            x = add_norm(update, residual, layer.mlp_norm, eps)
-            update = self._mlp(layer, x)
+            attended = self._attend(q, inputs, i).view(batch * rows, -1)
+            if fused:
+                gemm.fused_linear(attended, layer.output, residual=residual, scratch=self._scratch)
+                gated = gemm.fused_linear(residual, layer.gate_up, norm=layer.mlp_norm, eps=eps, gate=True)
+                gemm.fused_linear(gated, layer.down, residual=residual, scratch=self._scratch)
+            else:
+                update = F.linear(attended, layer.output.weight, layer.output.bias)
+                update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
         if logits == "none":
             return None, queries
         x = add_norm(update, residual, self.weights.norm, eps)
@@ -102,12 +116,11 @@ class DeviceForward:
         out = F.linear(x, self.head.weight, self.head.bias)
         return out.view(batch, -1, out.shape[-1])[..., : c.vocab_size], queries
 
-    def _project(self, layer: Layer, x: torch.Tensor, inputs: Inputs, index: int, clean: bool) -> torch.Tensor:
+    def _turn(self, layer: Layer, qkv: torch.Tensor, inputs: Inputs, index: int, clean: bool) -> torch.Tensor:
         """Queries [B, T, Hq, D] turned to their positions; keys and values go to the pool."""
         c = self.config
         batch, rows = inputs.tokens.shape
-        qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias).view(batch, rows, -1, c.head_dim)
-        q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 2)
+        q, k, v = qkv.view(batch, rows, -1, c.head_dim).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 2)
         # rope_append leaves rows that are not fed as they were; captured queries must be finite.
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if clean else None
         return rope_append(
@@ -116,7 +129,12 @@ class DeviceForward:
         )  # fmt: skip
 
     def _capture(self, q: torch.Tensor, heads: tuple[int, ...], last: torch.Tensor | None) -> torch.Tensor:
-        chosen = q if len(heads) == q.shape[2] else q[:, :, list(heads)]
+        chosen = q
+        if heads != tuple(range(q.shape[2])):
+            # Made at the first run, before a capture, which may not copy from the host.
+            if heads not in self._head_indices:
+                self._head_indices[heads] = torch.tensor(heads, device=q.device)
+            chosen = q.index_select(2, self._head_indices[heads])
         return chosen if last is None else chosen.flatten(0, 1)[last][:, None]
 
     def _attend(self, q: torch.Tensor, inputs: Inputs, index: int) -> torch.Tensor:

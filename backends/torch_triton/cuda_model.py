@@ -65,6 +65,7 @@ class CudaModel:
         for engine in self._engines:
             engine.forward.head = self._head
             engine.graphs.clear()
+            engine.memory = None
 
     def new_cache(self, batch: int, capacity: int) -> PagedCache:
         """An empty cache: see Model.new_cache. Pages come from a pool of this model, which lives on for later caches."""
