@@ -6,7 +6,7 @@ read once and never repeated. Keys are cut into equal parts that threads share; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +17,8 @@ from dustin.interfaces import TokenSet
 # Rows up to which one masked pass over the last keys is cheaper than a causal pass with repeated heads.
 _PACKED_ROWS = 64
 _MIN_PART = 256
-_WINDOW_ROWS = 128
 # Rows of a sliding layer computed at once: they share one span of keys, so that masks stay small.
+_WINDOW_ROWS = 128
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -90,8 +90,8 @@ class Attention:
     lengths: Sequence[int]
     num_tokens: Sequence[int]
     scale: float
-    _dense: dict[int, Callable[..., torch.Tensor]] = field(default_factory=dict)
     _sparse: dict[int, tuple[TokenSet, _Gather]] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
     def __call__(
         self, q: torch.Tensor, cache: TorchCache, layer: int, token_set: TokenSet | None, window: int | None
@@ -134,9 +134,6 @@ class Attention:
         if rows > 1 and key not in self._masks:
             self._masks[key] = tail_mask(rows, group, before, dtype)
         return self._masks.get(key)
-
-    def __post_init__(self) -> None:
-        self._masks: dict[tuple[int, int, int], torch.Tensor | None] = {}
 
     def _gather(self, token_set: TokenSet, cache: TorchCache) -> _Gather | None:
         if id(token_set) not in self._sparse:
