@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dustin.interfaces import ModelSpec
 
 # A speculative round must promise this much before it is tried at all: KV bytes of a plain step over weight bytes.
-_MIN_KV_SHARE = 0.75
+_MIN_KV_SHARE = 0.4
 _PROBES = 3
 _MEASURED_STEPS = 4
 _RETRY_STEPS = 128
