@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _TILE_DONE = "threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before is used up"
-_STAGED = "tile * BK, total, k_tile, v_tile, lane, group, groups);\n    threadgroup_barrier(mem_flags::mem_threadgroup);"
+_STAGED = (
+    "tile * BK, total, k_tile, v_tile, lane, group, groups);\n    threadgroup_barrier(mem_flags::mem_threadgroup);"
+)
 _WORD_READ = "simdgroup_barrier(mem_flags::mem_device);  // every lane has read the word"
 _FOUND = "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    prefix |= found[0] << shift;"
 

@@ -59,7 +59,13 @@ def select_problems() -> str:
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 9, size=(1, 700)).astype(np.float32)
     indices, counts = select_tokens(
-        mx.array(scores), None, mx.array([700], mx.int32), budget=48, num_sink_tokens=4, num_recent_tokens=8, num_draft_selected=0
+        mx.array(scores),
+        None,
+        mx.array([700], mx.int32),
+        budget=48,
+        num_sink_tokens=4,
+        num_recent_tokens=8,
+        num_draft_selected=0,
     )
     want = expected_set(scores[0], scores[0], 700, 48, 4, 8, 0)
     return "" if np.array(indices)[0].tolist() == want and int(counts[0]) == 48 else "another set"

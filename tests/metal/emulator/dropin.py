@@ -22,8 +22,12 @@ from .tracing import TracedKernel, dtype_name, trace
 
 @dataclass
 class Log:
-    """Everything that ran, with the settings used. `transform` may rewrite a traced kernel first (seeded faults do)."""
+    """Everything that ran, with the settings used. `transform` may rewrite a traced kernel first (seeded faults do).
 
+    `execute` False only records the kernels; outputs are zeros.
+    """
+
+    execute: bool = True
     check: bool = True
     strict: bool = True
     order: str = "forward"
@@ -85,10 +89,12 @@ class EmulatedKernel:
         log = self._log
         if log.transform:
             kernel = log.transform(kernel)
-        views = [to_numpy(a) for a in inputs]
-        report = run(kernel, views, order=log.order, check=log.check, strict=log.strict, init_value=init_value)
-        log.reports.append(report)
         log.kernels.append(kernel)
+        report = Report(kernel.name)
+        if log.execute:
+            views = [to_numpy(a) for a in inputs]
+            report = run(kernel, views, order=log.order, check=log.check, strict=log.strict, init_value=init_value)
+            log.reports.append(report)
         outputs = report.outputs or [np.zeros(s, np.uint16 if d == "bfloat16" else d) for s, d in kernel.outputs]
         return [from_numpy(o, d) for o, (_, d) in zip(outputs, kernel.outputs, strict=True)]
 

@@ -55,7 +55,7 @@ class Parameter:
             plain = re.sub(r"\b(device|constant|threadgroup)\b", "", self.type).strip()
             if plain.endswith("&"):
                 return f"*static_cast<{plain[:-1].strip()}*>(b[{self.buffer}])"
-            return f"static_cast<{plain}>(b[{self.buffer}])"
+            return f"EmuPointer{{b[{self.buffer}]}}"  # becomes a pointer to whatever the kernel wants
         if self.attribute in SCALAR_ATTRIBUTES:
             return SCALAR_ATTRIBUTES[self.attribute]
         field = VECTOR_ATTRIBUTES.get(self.attribute or "")

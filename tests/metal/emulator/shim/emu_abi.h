@@ -26,3 +26,8 @@ char* emu_meet(const void* value, size_t bytes, const char* op, int line, EmuCom
 // Relaxed 32-bit atomics: op 0 load, 1 store, 2 exchange, 3 add, 4 sub, 5 min, 6 max, 7 or, 8 and, 9 xor, 10 float add.
 uint32_t emu_atomic(void* address, int op, uint32_t value, int is_signed, void* pc);
 }
+
+struct EmuPointer {
+  void* p;
+  template <class U> operator U*() const { return static_cast<U*>(p); }
+};
