@@ -98,6 +98,17 @@ def check_counts(batch: int, like: torch.Tensor, **counts: torch.Tensor) -> None
         check_tensor(name, tensor, (batch,), (torch.int32,), like)
 
 
+def prefetch_instruction(num_bytes: int) -> str:
+    """PTX that asks the L2 for `num_bytes` (a multiple of 16) at a pointer: a hint that needs no register, no shared memory."""
+    return f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0;"
+
+
+@triton.jit
+def prefetch_rows(pointers, INSTRUCTION: tl.constexpr):
+    """Run a prefetch instruction for each pointer of a tile."""
+    tl.inline_asm_elementwise(INSTRUCTION, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def begin_dependent(PDL: tl.constexpr):
     """Wait for the kernel before this one, then let the next one start its launch."""

@@ -53,10 +53,11 @@ def group_heads(query_heads: Sequence[int], num_heads: int, num_kv_heads: int, d
 
 @dataclass(frozen=True)
 class ScoreConfig:
-    """Launch sizes: keys a tile of pass 1 and of pass 2, keys a chunk at least, pipeline stages, warps."""
+    """Launch sizes: keys a tile of pass 1 and of pass 2, tiles a program of pass 2, keys a chunk at least, stages, warps."""
 
     block_n: int = 128
     mass_n: int = 128
+    mass_tiles: int = 1
     chunk: int = 1024
     num_stages: int = 3
     num_warps: int = 4
@@ -76,20 +77,28 @@ class ScoreWorkspace:
 def head_logits(
     q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
     HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 logits [M, BLOCK_N] of keys start + [0, BLOCK_N), -inf at and beyond `length`."""
+    """Base-2 logits [M, BLOCK_N] of keys start + [0, BLOCK_N); -inf at and beyond `length` when MASKED."""
     row_size: tl.constexpr = HKV * D
     rows = locate(pages, start, keys, length, PAGE, BLOCK_N) * row_size + kv * D
-    stored = (start + keys < length)[None, :] & (dims < D)[:, None]
-    k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored, other=0.0)
+    if MASKED:
+        stored = (start + keys < length)[None, :] & (dims < D)[:, None]
+        k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored, other=0.0)
+    else:
+        if D == BLOCK_D:
+            k = tl.load(k_pool + rows[None, :] + dims[:, None])
+        else:
+            k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=(dims < D)[:, None], other=0.0)
     s = tl.dot(q_tile, k, input_precision=PRECISION)
     if SOFTCAP:
         x = s * (scale_log2 * 0.6931471805599453) / softcap
         s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
     else:
         s = s * scale_log2
-    return tl.where((start + keys < length)[None, :], s, float("-inf"))
+    if MASKED:
+        s = tl.where((start + keys < length)[None, :], s, float("-inf"))
+    return s
 
 
 @triton.jit
@@ -128,20 +137,34 @@ def score_logits_kernel(
     kv = tl.load(kv_heads + group)
     pages = page_table + b.to(tl.int64) * stride_pt
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
+    # Sums stay spread over the columns of a tile until the end: one reduction less in every step.
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     lane = (b.to(tl.int64) * KVH + group) * BLOCK_M + m
-    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, length), BLOCK_N):
+    kept = logits + lane[:, None] * nmax + keys[None, :]
+    stop = tl.minimum((chunk + 1) * CHUNK, length)
+    full_stop = chunk * CHUNK + (stop - chunk * CHUNK) // BLOCK_N * BLOCK_N
+    for start in range(chunk * CHUNK, full_stop, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
         s = head_logits(
             q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
-            HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION,
+            HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, False, PRECISION,
         )  # fmt: skip
         if KEEP:
-            inside = valid[:, None] & (start + keys < length)[None, :]
-            tl.store(logits + lane[:, None] * nmax + (start + keys)[None, :], s, mask=inside)
-        # Tiles always hold a key below `length`, so the maximum is finite.
+            tl.store(kept + start, s, mask=valid[:, None])
         m_new = tl.maximum(m_i, tl.max(s, 1))
-        l_i = l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(s - m_new[:, None]), 1)
+        sums = sums * tl.exp2(m_i - m_new)[:, None] + tl.exp2(s - m_new[:, None])
         m_i = m_new
+    if full_stop < stop:
+        s = head_logits(
+            q_tile, k_pool, pages, full_stop, keys, length, kv, dims, scale_log2, softcap,
+            HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+        )  # fmt: skip
+        if KEEP:
+            tl.store(kept + full_stop, s, mask=valid[:, None] & (full_stop + keys < length)[None, :])
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        sums = sums * tl.exp2(m_i - m_new)[:, None] + tl.exp2(s - m_new[:, None])
+        m_i = m_new
+    l_i = tl.sum(sums, 1)
     base = (lane * num_chunks + chunk) * 2
     tl.store(stats + base, m_i, mask=valid)
     tl.store(stats + base + 1, l_i, mask=valid)
@@ -153,9 +176,9 @@ def score_logits_kernel(
         base_all = (lane[:, None] * num_chunks + chunks[None, :]) * 2
         used = valid[:, None] & (chunks < used_chunks)[None, :]
         tops = tl.load(stats + base_all, mask=used, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(stats + base_all + 1, mask=used, other=0.0, cache_modifier=".cg")
+        parts = tl.load(stats + base_all + 1, mask=used, other=0.0, cache_modifier=".cg")
         top = tl.where(valid, tl.max(tops, 1), 0.0)
-        total = tl.sum(sums * tl.exp2(tops - top[:, None]), 1)
+        total = tl.sum(parts * tl.exp2(tops - top[:, None]), 1)
         tl.store(lse + lane, top + tl.log2(tl.where(valid, total, 1.0)), mask=valid)
         tl.store(counter, 0)
 
@@ -165,46 +188,67 @@ def score_mass_kernel(
     q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, logits, lse, scores,
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, scale_log2, softcap, weight,
     KVH: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2, program (tile of BLOCK_N keys, sequence): sums rows, then groups, in fixed order."""
+    """Pass 2, program (TILES tiles of BLOCK_N keys, sequence): sums rows, then groups, in fixed order."""
     begin_dependent(PDL)
-    start = tl.program_id(0) * BLOCK_N
+    begin = tl.program_id(0) * (TILES * BLOCK_N)
     b = tl.program_id(1)
     length = tl.load(lengths + b)
     fed = tl.load(num_rows + b)
     keys = tl.arange(0, BLOCK_N)
-    position = start + keys
-    target = scores + b.to(tl.int64) * nmax + position
-    live = (start < length) & (fed > 0)
-    if ADD:
-        if not live:
-            return
-    mass = tl.zeros([BLOCK_N], tl.float32)
-    if live:
-        m = tl.arange(0, BLOCK_M)
-        dims = tl.arange(0, BLOCK_D)
-        pages = page_table + b.to(tl.int64) * stride_pt
-        for group in range(KVH):
-            q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
-            lane = (b.to(tl.int64) * KVH + group) * BLOCK_M + m
-            shift = tl.load(lse + lane, mask=valid, other=0.0)
+    row_scores = scores + b.to(tl.int64) * nmax
+    if (begin >= length) | (fed <= 0):
+        if not ADD:
+            for start in range(begin, tl.minimum(begin + TILES * BLOCK_N, nmax), BLOCK_N):
+                position = start + keys
+                tl.store(row_scores + position, tl.where(position < length, 0.0, float("-inf")), mask=position < nmax)
+        return
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    pages = page_table + b.to(tl.int64) * stride_pt
+    share = weight / fed.to(tl.float32)
+    # One group at a time needs its queries and log-sum-exp once; they are loaded ahead of the tiles.
+    q_tile, valid = load_queries(q, head_table, b, 0, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
+    lane = b.to(tl.int64) * KVH * BLOCK_M + m
+    # Rows that do not count get an infinite log-sum-exp, hence mass 0.
+    shift = tl.load(lse + lane, mask=valid, other=float("inf"))
+    kv = tl.load(kv_heads)
+    for start in range(begin, tl.minimum(begin + TILES * BLOCK_N, nmax), BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        position = start + keys
+        mass = tl.zeros([BLOCK_N], tl.float32)
+        if KVH == 1:
             if KEEP:
                 mask = valid[:, None] & (position < length)[None, :]
                 s = tl.load(logits + lane[:, None] * nmax + position[None, :], mask=mask, other=float("-inf"))
             else:
                 s = head_logits(
-                    q_tile, k_pool, pages, start, keys, length, tl.load(kv_heads + group), dims, scale_log2, softcap,
-                    HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION,
+                    q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
+                    HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
                 )  # fmt: skip
-            mass += tl.sum(tl.where(valid[:, None], tl.exp2(s - shift[:, None]), 0.0), 0)
-        mass = mass * (weight / fed.to(tl.float32))
-    if ADD:
-        mass += tl.load(target, mask=position < length, other=0.0)
-        tl.store(target, mass, mask=position < length)
-    else:
-        tl.store(target, tl.where(position < length, mass, float("-inf")), mask=position < nmax)
+            mass = tl.sum(tl.exp2(s - shift[:, None]), 0)
+        else:
+            for group in range(KVH):
+                q_group, used = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
+                rows = lane + group * BLOCK_M
+                offset = tl.load(lse + rows, mask=used, other=float("inf"))
+                if KEEP:
+                    mask = used[:, None] & (position < length)[None, :]
+                    s = tl.load(logits + rows[:, None] * nmax + position[None, :], mask=mask, other=float("-inf"))
+                else:
+                    s = head_logits(
+                        q_group, k_pool, pages, start, keys, length, tl.load(kv_heads + group), dims, scale_log2, softcap,
+                        HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+                    )  # fmt: skip
+                mass += tl.sum(tl.exp2(s - offset[:, None]), 0)
+        mass = mass * share
+        if ADD:
+            mass += tl.load(row_scores + position, mask=position < length, other=0.0)
+            tl.store(row_scores + position, mass, mask=position < length)
+        else:
+            tl.store(row_scores + position, tl.where(position < length, mass, float("-inf")), mask=position < nmax)
 
 
 def score_heads(
@@ -264,9 +308,9 @@ def score_heads(
         *inputs, workspace.stats, workspace.counters, *strides, shape.num_chunks, scale_log2, softcap,
         BLOCK_N=shape.config.block_n, BLOCK_C=power_of_two(shape.num_chunks), CHUNK=shape.chunk, **common,
     )  # fmt: skip
-    score_mass_kernel[(triton.cdiv(nmax, shape.config.mass_n), batch)](
+    score_mass_kernel[(triton.cdiv(nmax, shape.config.mass_n * shape.config.mass_tiles), batch)](
         *inputs, scores, *strides, scale_log2, softcap, weight / groups.num_heads,
-        BLOCK_N=shape.config.mass_n, ADD=add, **common,
+        BLOCK_N=shape.config.mass_n, TILES=shape.config.mass_tiles, ADD=add, **common,
     )  # fmt: skip
     return scores
 
@@ -302,7 +346,7 @@ def _shape(
         keep = 8 * rows * per_group <= dim * dtype.itemsize
     if config is None:
         wide = dtype == torch.float32 or block_m * dim > 8192
-        config = ScoreConfig(32, 32, 64) if INTERPRETED else ScoreConfig(32, 32) if wide else ScoreConfig()
+        config = ScoreConfig(32, 32, 2, 64) if INTERPRETED else ScoreConfig(32, 32) if wide else ScoreConfig()
     # Statistics of all chunks of a lane are combined in one tile: at most 64 of them.
     chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
     num_chunks = triton.cdiv(nmax, chunk)

@@ -1,7 +1,7 @@
 """The quota rule (METHOD section 3.2): protect, top m by the draft, fill by the target, ties to the lower index.
 
-Exact radix select by counting: the order-preserving integer of a score is narrowed two bits a step, three thresholds
-counted in one reduction, keys held in registers. Long rows first reduce to candidates, chunk by chunk, and the lists of
+Exact selection by counting: the threshold is bisected on the order-preserving integers of the scores, keys held in
+registers, until it separates exactly the wanted number. Long rows first reduce to candidates, chunk by chunk, and the lists of
 chunks again while they are long: a chunk's own top m by draft and top k by target contain every token of that chunk the
 whole row can choose. Nothing depends on the order in which programs run.
 """
@@ -32,21 +32,23 @@ def ordered_key(score):
 @triton.jit
 def take_top(key, want):
     """Mask of the `want` largest keys [N] uint32; among equal keys the lower positions; never a key of 0."""
-    threshold = tl.full([], 0, tl.uint32)
-    unit = tl.full([], 1 << 30, tl.uint32)
-    for _ in range(16):
-        # Counts of up to 2^20 for three thresholds share one 64-bit sum.
-        packed = (key >= threshold + unit).to(tl.int64)
-        packed += (key >= threshold + 2 * unit).to(tl.int64) << 21
-        packed += (key >= threshold + 3 * unit).to(tl.int64) << 42
-        counts = tl.sum(packed, 0)
-        digit = ((counts & 0x1FFFFF) >= want).to(tl.uint32)
-        digit += (((counts >> 21) & 0x1FFFFF) >= want).to(tl.uint32)
-        digit += ((counts >> 42) >= want).to(tl.uint32)
-        threshold += digit * unit
-        unit = unit >> 2
-    above = key > threshold
-    equal = (key == threshold) & (key != 0)
+    nothing = tl.full([], 0, tl.uint32)
+    # At least `want` keys are >= low, fewer are >= high; all keys of the row share most leading bits.
+    high = tl.max(key, 0) + 1
+    low = tl.min(tl.where(key == 0, tl.full(key.shape, 0xFFFFFFFF, tl.uint32), key), 0)
+    at_low = tl.sum((key != 0).to(tl.int32), 0)
+    if at_low < want:
+        low = nothing
+        high = nothing + 1
+    while (high - low > 1) & (at_low != want):
+        middle = low + (high - low) // 2
+        count = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = count >= want
+        at_low = tl.where(enough, count, at_low)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    above = key > low
+    equal = (key == low) & (key != 0)
     missing = want - tl.sum(above.to(tl.int32), 0)
     if tl.sum(equal.to(tl.int32), 0) > missing:
         equal = equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing)
@@ -176,7 +178,7 @@ class SelectWorkspace:
 
 
 def _warps(block: int) -> int:
-    return min(16, max(4, block // 1024))
+    return min(16, max(4, block // 512))
 
 
 def select_tokens(

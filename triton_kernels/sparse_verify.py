@@ -25,7 +25,17 @@ from .attention_core import (
     sparse_split,
     store_rows,
 )
-from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
+from .runtime import (
+    INTERPRETED,
+    begin_dependent,
+    check_counts,
+    check_pools,
+    check_tensor,
+    power_of_two,
+    precision_of,
+    prefetch_instruction,
+    prefetch_rows,
+)
 from .translate_slots import check_indices, translate_slots
 
 MAX_QUERY_ROWS = 64
@@ -37,15 +47,28 @@ def sparse_verify_kernel(
     stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, key split, row tile, kv head); the kv heads of a split read neighbouring memory."""
-    begin_dependent(PDL)
     pid = tl.program_id(0)
     h = pid % HKV
     tile = (pid // HKV) % ROW_TILES
     split = (pid // (HKV * ROW_TILES)) % SPLITS
     b = pid // (HKV * ROW_TILES * SPLITS)
+    slots += b.to(tl.int64) * stride_s
+    row_size: tl.constexpr = HKV * D
+    if PREFETCH != "":
+        # Committed rows are older than the kernel before: fetch them while it ends. Nothing read here is used below.
+        old_count = tl.load(slot_counts + b, cache_modifier=".cg")
+        old_begin, old_stop, _ = sparse_split(old_count + T, split, SPLITS)
+        old_stop = tl.minimum(old_stop, old_count)
+        for start in range(old_begin, old_stop, 128):
+            entry = tl.minimum(start + tl.arange(0, 128), old_stop - 1)
+            old_rows = tl.load(slots + entry, cache_modifier=".cg").to(tl.int64) * row_size + h * D
+            prefetch_rows(k_pool + old_rows, PREFETCH)
+            prefetch_rows(v_pool + old_rows, PREFETCH)
+    begin_dependent(PDL)
     fed = tl.minimum(tl.load(num_tokens + b), T)
     count = tl.load(slot_counts + b)
 
@@ -70,8 +93,6 @@ def sparse_verify_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_size: tl.constexpr = HKV * D
-    slots += b.to(tl.int64) * stride_s
     length = tl.load(lengths + b) if WINDOW else 0
     for start in range(begin, stop, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
@@ -170,6 +191,7 @@ def sparse_verify(
     scale = 1.0 / math.sqrt(dim) if scale is None else scale
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
+    prefetch = prefetch_instruction(dim * q.element_size()) if config.prefetch and not INTERPRETED else ""
     block_d = power_of_two(dim, 16)
     sparse_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads,)](
         q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens,
@@ -178,7 +200,7 @@ def sparse_verify(
         scale * math.log2(math.e), softcap,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, UNIT=block_size,
         SPLITS=launch.splits, ROW_TILES=launch.row_tiles, WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused,
-        PRECISION=precision_of(q.dtype), PDL=dependent, **options,
+        PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent, **options,
     )  # fmt: skip
     if launch.splits > 1 and not launch.fused:
         chunk = min(config.block_m, 4)
