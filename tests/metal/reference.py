@@ -137,3 +137,8 @@ def expected_set(target, draft, n: int, budget: int, sinks: int, recent: int, nu
         order = sorted((j for j in range(n) if j not in held), key=lambda j: (-scores[j], j))
         held |= set(order[:take])
     return sorted(held)
+
+
+def parity_case(dtype: str) -> Case:
+    """The ragged case most tests use: a long, a short and a finished sequence; 70 + 3 keys fit no tile."""
+    return Case((70, 5, 30), (3, 4, 0), 4, 10, 2, 64, dtype, 90, 20)

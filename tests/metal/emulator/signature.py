@@ -127,10 +127,7 @@ def to_cpp(source: str, threadgroup: str = "emu_threadgroup") -> str:
                     f"*static_cast<{kind}*>(emu_threadgroup({count}, sizeof({kind}), alignof({kind}), __LINE__));"
                 )
             elif threadgroup == "shared":
-                out.append(
-                    f"typedef {match[1]} emu_array_{name}{dims}; __shared__ EmuRaw<emu_array_{name}> emu_raw_{name}; "
-                    f"emu_array_{name}& {name} = emu_raw_{name}.get();"
-                )
+                out.append(f"__shared__ {match[1]} {name}{dims};")
             else:
                 out.append(f"extern threadgroup {match[1]} {name}{dims};")
         return " ".join(out) + "\n" * match[0].count("\n")

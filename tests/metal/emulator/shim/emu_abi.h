@@ -3,8 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define EMU_PLAIN
+#define EMU_INLINE __device__ __forceinline__
+#else
 #define EMU_PLAIN __attribute__((no_sanitize("thread")))
 #define EMU_INLINE inline __attribute__((always_inline))
+#endif
 
 extern "C" {
 // Attributes of the running thread, filled by the runtime before the fiber starts.
@@ -29,5 +34,5 @@ uint32_t emu_atomic(void* address, int op, uint32_t value, int is_signed, void* 
 
 struct EmuPointer {
   void* p;
-  template <class U> operator U*() const { return static_cast<U*>(p); }
+  template <class U> EMU_INLINE operator U*() const { return static_cast<U*>(p); }
 };

@@ -19,6 +19,12 @@ template <class To, class From> EMU_INLINE To as_type(From from) {
   return __builtin_bit_cast(To, from);
 }
 
+#ifdef __CUDACC__
+struct HalfCode {
+  EMU_INLINE static uint16_t encode(float f) { return __half_as_ushort(__float2half_rn(f)); }
+  EMU_INLINE static float decode(uint16_t h) { return __half2float(__ushort_as_half(h)); }
+};
+#else
 typedef float Floats __attribute__((vector_size(16)));
 typedef short Shorts __attribute__((vector_size(16)));
 struct HalfCode {
@@ -50,13 +56,14 @@ struct HalfCode {
 #endif
   }
 };
+#endif
 struct BfloatCode {
-  EMU_PLAIN static uint16_t encode(float f) {
+  EMU_PLAIN EMU_INLINE static uint16_t encode(float f) {
     uint32_t x = as_type<uint32_t>(f);
     if ((x & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
     return static_cast<uint16_t>((x + 0x7fffu + ((x >> 16) & 1u)) >> 16);
   }
-  EMU_PLAIN static float decode(uint16_t b) { return as_type<float>(uint32_t(b) << 16); }
+  EMU_PLAIN EMU_INLINE static float decode(uint16_t b) { return as_type<float>(uint32_t(b) << 16); }
 };
 
 template <class Code> struct Small {  // a 16-bit float
