@@ -1,4 +1,4 @@
-"""The torch backend: Backend of interfaces.py on the CPU."""
+"""The torch backend: Backend of interfaces.py on the CPU; `create` gives the CUDA one where there is a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ from dustin.interfaces import HostVerdict, Tap, TokenSet, Verdict, WarpBatch
 
 
 def create(device: str = "auto") -> TorchBackend:
-    """The backend on `device` (auto or cpu). Raise UsageError on a device that is not there."""
-    if device not in ("auto", "cpu"):
-        raise UsageError(f"device is {device!r}, expected cpu: this build of the torch backend runs there only; use --device cpu")
-    return TorchBackend(torch.device("cpu"))
+    """The backend on `device` (auto, cpu or cuda; auto takes a GPU where there is one). Raise UsageError with the reason."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device is {device!r}, expected auto, cpu or cuda")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return TorchBackend(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise UsageError("device is 'cuda', but torch finds no NVIDIA GPU here: use --device cpu")
+    try:
+        from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    except ImportError as error:
+        raise UsageError(f"device 'cuda' needs triton: {error}. Install it, or use --device cpu") from error
+    return CudaBackend(torch.device("cuda"))
 
 
 class TorchBackend:

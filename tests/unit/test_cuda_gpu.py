@@ -88,3 +88,25 @@ def test_too_large_a_cache_names_the_option():
     _, model = make_models(torch.bfloat16)
     with pytest.raises(MemoryLimitError, match="bytes.*are free.*--max-kv-size"):
         model.new_cache(10**6, 2048)
+
+
+@pytest.mark.parametrize("mode", ["ar", "dense", "sparse", "rectified", "exact"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_generated_tokens_equal_the_cpu_backends(mode, graphs):
+    from dustin.backends.torch_triton.backend import TorchBackend, create
+    from dustin.config import EngineOptions, RequestOptions
+    from dustin.generation import Session
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    targets = make_models(torch.float32)
+    drafts = make_models(torch.float32, num_layers=2, windows=(None,) * 2)
+    options = EngineOptions(mode=mode, budget=128, rectify_interval=20, exact_block=8, num_draft_tokens=3, prefill_chunk=100)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 1000, (n,), generator=generator).tolist() for n in (300, 211)]
+    answers = []
+    for i, backend in enumerate((TorchBackend(torch.device("cpu")), create("cuda"))):
+        if i:
+            targets[i].use_graphs = drafts[i].use_graphs = graphs
+        session = Session(backend, targets[i], None, options, drafts[i])
+        answers.append([r.tokens for r in session.batch_generate(prompts, RequestOptions(max_tokens=40))])
+    assert answers[0] == answers[1]

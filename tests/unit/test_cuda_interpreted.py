@@ -120,3 +120,53 @@ def test_fused_linear_equals_its_parts(rows, splits):
         gate, up = (normed @ weight.T).chunk(2, 1)
         out = fused_linear(x, Linear(weight, None), norm=norm, eps=1e-6, gate=True, config=config)
         assert near(out, torch.nn.functional.silu(gate) * up)
+
+
+@interpreted
+def test_backend_equals_the_cpu_backend():
+    from dustin.backends.torch_triton.backend import TorchBackend
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.interfaces import Tap, TokenSet
+
+    cpu, cuda = TorchBackend(torch.device("cpu")), CudaBackend(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    models = make_models()
+    caches = [model.new_cache(2, 100) for model in models]
+    tokens = torch.randint(0, 50, (2, 70), generator=generator)
+    tap = Tap({0: (1,), 1: (0, 3)})
+    scores = []
+    for backend, model, cache in zip((cpu, cuda), models, caches, strict=True):
+        queries = model.forward(tokens, [70, 40], cache, tap=Tap(tap.heads, last_row_only=True), logits="none").queries
+        scores.append(backend.score(queries, tap, model, cache, [70, 40]))
+    for b, length in enumerate((70, 40)):
+        assert near(scores[1][b, :length], scores[0][b, :length])
+        assert bool((scores[1][b, length:] == float("-inf")).all())
+    options = {"budget": 16, "num_sink_tokens": 2, "num_recent_tokens": 4, "num_draft_selected": 5}
+    for target, draft in ((0, 0), (0, None), (None, 0), (None, None)):
+        pick = [(None if target is None else s, None if draft is None else s.flip(0)) for s in (scores[1], scores[1])]
+        sets = [b.select(*p, [70, 40], **options) for b, p in zip((cpu, cuda), pick, strict=True)]
+        assert torch.equal(sets[0].indices, sets[1].indices)
+        assert torch.equal(sets[0].counts, sets[1].counts)
+    grown = [backend.extend(TokenSet(sets[0].indices, sets[0].counts), [70, 40], [73, 38]) for backend in (cpu, cuda)]
+    assert torch.equal(grown[0].counts, grown[1].counts)
+    for b, count in enumerate(grown[0].counts.tolist()):
+        assert torch.equal(grown[0].indices[b, :count], grown[1].indices[b, :count])
+
+    logits = torch.randn(2, 4, 50, generator=generator)
+    logits[1, 3, 5] = float("nan")
+    drafts = logits[:, :3].argmax(-1)
+    drafts[0, 1] = 7
+    p, q = (torch.softmax(torch.randn(2, n, 50, generator=generator), -1) for n in (4, 3))
+    uniforms = [[0.2, 0.9, 0.4], [0.1, 0.3, 0.99]]
+    for numbers in ([3, 2], [0, 3]):
+        pairs = [backend.accept_greedy(drafts, numbers, logits) for backend in (cpu, cuda)]
+        for given in (q, None):
+            pairs += [backend.accept_sampled(drafts, numbers, given, p, logits, uniforms, [0.5, 0.7]) for backend in (cpu, cuda)]
+        for one, other in zip(pairs[::2], pairs[1::2], strict=True):
+            mine, its = cpu.read(one), cuda.read(other)
+            assert mine.num_accepted == its.num_accepted
+            assert mine.finite == its.finite
+            # What is chosen from a row with a NaN means nothing.
+            assert all(x == y for x, y, fine in zip(mine.tokens, its.tokens, its.finite, strict=True) if fine)
+    assert torch.equal(cpu.argmax(logits[:1]), cuda.argmax(logits[:1]))
+    assert cuda.accept_greedy(cuda.tokens([[], []]), [0, 0], logits[:, :1]).num_accepted.tolist() == [0, 0]

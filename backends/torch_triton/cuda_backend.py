@@ -1,0 +1,130 @@
+"""The torch backend on an NVIDIA GPU: paged models, and the array work of a round as Triton kernels.
+
+Nothing here waits for the device except `read`; what is not overridden runs as plain torch operations on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from dustin.backends.torch_triton import loading, sampling
+from dustin.backends.torch_triton.backend import TorchBackend
+from dustin.backends.torch_triton.cache import check_lengths
+from dustin.backends.torch_triton.cuda_cache import PagedCache
+from dustin.backends.torch_triton.cuda_fused import extend_set
+from dustin.backends.torch_triton.cuda_model import CudaModel
+from dustin.interfaces import Tap, TokenSet, Verdict
+from dustin.triton_kernels import accept
+from dustin.triton_kernels.argmax_rows import argmax_rows
+from dustin.triton_kernels.score_heads import group_heads, score_heads
+from dustin.triton_kernels.select_tokens import select_tokens
+
+
+class CudaBackend(TorchBackend):
+    """Backend of interfaces.py on a CUDA device (or, under TRITON_INTERPRET=1, on the CPU)."""
+
+    def load(self, source: Path, *, dtype: str = "auto") -> CudaModel:  # type: ignore[override]
+        """A model from a folder of safetensors or a .gguf file. Raise ModelError with the reason, UsageError on a bad dtype."""
+        config, weights, name = loading.load(Path(source), loading.choose_dtype(dtype, self._device), self._device)
+        return CudaModel(config, weights, name)
+
+    def _ints(self, values: Sequence[int]) -> torch.Tensor:
+        """[B] int32 on the device, without waiting for it."""
+        return torch.tensor(list(values), dtype=torch.int32).to(self._device, non_blocking=True)
+
+    @torch.inference_mode()
+    def score(  # type: ignore[override]
+        self, queries: Mapping[int, torch.Tensor], tap: Tap, model: CudaModel, cache: PagedCache, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """[B, Nmax] fp32, Nmax the longest length in whole pages: see Backend.score."""
+        if not queries:
+            raise ValueError("queries is empty, expected captured queries of one layer or more")
+        ends = check_lengths("lengths", lengths, [0] * cache.batch, cache.lengths)
+        page_size = cache.pool.page_size
+        columns = max(1, -(-max(ends) // page_size)) * page_size
+        scores = torch.empty(cache.batch, columns, dtype=torch.float32, device=self._device)
+        device_ends = self._ints(ends)
+        total = sum(q.shape[1] * q.shape[2] for q in queries.values())
+        for i, (layer, q) in enumerate(queries.items()):
+            groups = group_heads(tap.heads[layer], model.spec.num_heads, model.spec.num_kv_heads, self._device)
+            rows = torch.full((cache.batch,), q.shape[1], dtype=torch.int32, device=self._device)
+            weight = q.shape[1] * q.shape[2] / total
+            score_heads(
+                q, cache.pool.keys[layer], cache.page_table, device_ends, groups, scores,
+                num_rows=rows, weight=weight, add=i > 0, scale=model.scale,
+            )  # fmt: skip
+        return scores
+
+    @torch.inference_mode()
+    def select(
+        self,
+        target_scores: torch.Tensor | None,
+        draft_scores: torch.Tensor | None,
+        lengths: Sequence[int],
+        *,
+        budget: int,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+        num_draft_selected: int,
+    ) -> TokenSet:
+        """The quota rule, indices [B, budget]: see Backend.select. Raise ValueError on a budget below the protected tokens."""
+        indices, counts = select_tokens(
+            target_scores, draft_scores, self._ints(lengths), budget=budget, num_sink_tokens=num_sink_tokens,
+            num_recent_tokens=num_recent_tokens, num_draft_selected=num_draft_selected,
+        )  # fmt: skip
+        return TokenSet(indices, counts)
+
+    @torch.inference_mode()
+    def extend(self, token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> TokenSet:
+        """Entries below min(starts[b], stops[b]) stay, starts[b]..stops[b]-1 join; the same by layer."""
+        grown = max(0, *(stop - start for start, stop in zip(starts, stops, strict=True)))
+        begin, end = self._ints(starts), self._ints(stops)
+        indices, counts = extend_set(token_set.indices, token_set.counts, begin, end, token_set.indices.shape[1] + grown)
+        by_layer = {layer: self.extend(part, starts, stops) for layer, part in token_set.by_layer.items()}
+        return TokenSet(indices, counts, token_set.dense_layers, by_layer)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, T] tokens; the lower index wins a tie."""
+        return argmax_rows(logits.flatten(0, 1))[0].view(logits.shape[:2]).long()
+
+    @torch.inference_mode()
+    def accept_greedy(self, drafts: torch.Tensor, num_drafts: Sequence[int], logits: torch.Tensor) -> Verdict:
+        """See Backend.accept_greedy."""
+        batch, width = drafts.shape
+        check_lengths("num_drafts", num_drafts, [0] * batch, [width] * batch)
+        best, finite = argmax_rows(logits.flatten(0, 1))
+        shape = (batch, width + 1)
+        kept, tokens, row_finite = accept.accept_greedy(drafts, self._ints(num_drafts), best.view(shape), finite.view(shape))
+        return Verdict(kept, tokens, None, row_finite)
+
+    @torch.inference_mode()
+    def accept_sampled(
+        self,
+        drafts: torch.Tensor,
+        num_drafts: Sequence[int],
+        draft_probabilities: torch.Tensor | None,
+        target_probabilities: torch.Tensor,
+        finite_of: torch.Tensor,
+        accept_uniforms: Sequence[Sequence[float]],
+        next_uniforms: Sequence[float],
+    ) -> Verdict:
+        """See Backend.accept_sampled."""
+        batch, width = drafts.shape
+        q = draft_probabilities
+        if width == 0 or (q is not None and q.shape != (batch, width, target_probabilities.shape[2])):
+            return sampling.accept_sampled(drafts, num_drafts, q, target_probabilities, finite_of, accept_uniforms, next_uniforms)
+        check_lengths("num_drafts", num_drafts, [0] * batch, [width] * batch)
+        padded = [[*row, *[0.0] * width][:width] for row in accept_uniforms]
+        values = (padded, list(next_uniforms))
+        uniforms, final = (torch.tensor(v, dtype=torch.float64).to(self._device, non_blocking=True) for v in values)
+        counts = self._ints(num_drafts)
+        p = target_probabilities.contiguous()
+        kept, tokens = accept.accept_sampled(drafts, counts, None if q is None else q.contiguous(), p, uniforms, final)
+        return Verdict(kept, tokens, target_probabilities, sampling._finite(finite_of, counts))
+
+    def peak_memory_bytes(self) -> int:
+        """Peak of the device allocator since start."""
+        return int(torch.cuda.max_memory_allocated(self._device)) if self._device.type == "cuda" else super().peak_memory_bytes()
