@@ -57,7 +57,9 @@ def build_cuda(kernel: TracedKernel, target: Path) -> Path:
         unit = Path(folder) / "kernel.cu"
         unit.write_text(kernel_cuda(kernel))
         done = subprocess.run(
-            [nvcc(), *FLAGS, f"-I{HERE / 'shim_cuda'}", "-cubin", str(unit), "-o", str(target)], capture_output=True, text=True
+            [nvcc(), *FLAGS, f"-I{HERE / 'shim_cuda'}", "-cubin", str(unit), "-o", str(target)],
+            capture_output=True,
+            text=True,
         )
     if done.returncode:
         raise BuildError(done.stderr[:6000])

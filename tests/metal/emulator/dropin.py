@@ -28,6 +28,9 @@ class Log:
     """
 
     execute: bool = True
+    observe: Callable[[TracedKernel, list[np.ndarray], Report], None] | None = (
+        None  # kernel, inputs before it ran, report
+    )
     check: bool = True
     strict: bool = True
     order: str = "forward"
@@ -93,8 +96,11 @@ class EmulatedKernel:
         report = Report(kernel.name)
         if log.execute:
             views = [to_numpy(a) for a in inputs]
+            before = [v.copy() for v in views] if log.observe else []
             report = run(kernel, views, order=log.order, check=log.check, strict=log.strict, init_value=init_value)
             log.reports.append(report)
+            if log.observe:
+                log.observe(kernel, before, report)
         outputs = report.outputs or [np.zeros(s, np.uint16 if d == "bfloat16" else d) for s, d in kernel.outputs]
         return [from_numpy(o, d) for o, (_, d) in zip(outputs, kernel.outputs, strict=True)]
 

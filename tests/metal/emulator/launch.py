@@ -121,45 +121,54 @@ def run(
             raise EmulationError(report)
         return report
     library = build(kernel.source, kernel.name, check, includes)
-    names = [p.name for p in kernel_parameters(kernel.source, kernel.name) if p.buffer is not None]
-    writes = declared_writes(kernel.source)
-    held: list[tuple[str, np.ndarray, bool, bool]] = []
-    position = 0
-    for array, (has_shape, has_strides, has_ndim) in zip(inputs, kernel.needs, strict=True):
-        name = names[position]
-        if kernel.row_contiguous and not array.flags.c_contiguous:
-            array = np.ascontiguousarray(array)  # what MLX would do on every call
-        held.append((name, _memory(array), name in writes, True))
-        extra = [
-            (has_shape, np.array(array.shape, np.int32)),
-            (has_strides, np.array(array.strides, np.int64) // max(array.itemsize, 1)),
-            (has_ndim, np.array([array.ndim], np.int32)),
-        ]
-        kept = [v for use, v in extra if use and (array.ndim or v.size)]
-        if array.ndim == 0:
-            kept = []
-        for value in kept:
-            held.append((names[position + 1], value, False, True))
-            position += 1
-        position += 1
-    outputs = []
-    for shape, dtype in kernel.outputs:
-        out = np.full(int(np.prod(shape)) * storage(dtype).itemsize, 0xFF, np.uint8).view(storage(dtype)).reshape(shape)
-        if init_value is not None:
-            out[...] = _encode(init_value, dtype)
-        outputs.append(out)
-        held.append((names[position], out, True, init_value is not None))
-        position += 1
+    held = bind(kernel, inputs, init_value)
+    outputs = [h.array for h in held[len(held) - len(kernel.outputs) :]]
     _launch(library, kernel, held, report, order, seed, check, threadgroup_limit, step_limit)
     scratch = declared_unwritten(kernel.source)
     report.findings = [
         f for f in report.findings if f.kind != "unwritten" or f.text.split()[1].rstrip(":") not in scratch
     ]
     report.outputs = outputs
-    report.mutated = {n: a for n, a, w, _ in held[: len(held) - len(outputs)] if w}
+    report.mutated = {h.name: h.array for h in held[: len(held) - len(outputs)] if h.writable}
     if report.findings and strict:
         raise EmulationError(report)
     return report
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One buffer of a launch, in binding order: inputs (each followed by its shape and strides where wanted), then outputs."""
+
+    name: str
+    array: np.ndarray
+    writable: bool
+    initialised: bool
+
+
+def bind(kernel: TracedKernel, inputs: Sequence[np.ndarray], init_value: float | None = None) -> list[Bound]:
+    """Buffers as MLX would bind them. Outputs are fresh, filled with 0xFF bytes or `init_value`."""
+    names = [p.name for p in kernel_parameters(kernel.source, kernel.name) if p.buffer is not None]
+    writes = declared_writes(kernel.source)
+    held: list[Bound] = []
+    for array, (has_shape, has_strides, has_ndim) in zip(inputs, kernel.needs, strict=True):
+        if kernel.row_contiguous and not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array)  # what MLX would do on every call
+        name = names[len(held)]
+        held.append(Bound(name, _memory(array), name in writes, True))
+        extra = [
+            (has_shape, np.array(array.shape, np.int32)),
+            (has_strides, np.array(array.strides, np.int64) // max(array.itemsize, 1)),
+            (has_ndim, np.array([array.ndim], np.int32)),
+        ]
+        for wanted, value in extra:
+            if wanted and array.ndim:
+                held.append(Bound(names[len(held)], value, False, True))
+    for shape, dtype in kernel.outputs:
+        out = np.full(int(np.prod(shape)) * storage(dtype).itemsize, 0xFF, np.uint8).view(storage(dtype)).reshape(shape)
+        if init_value is not None:
+            out[...] = _encode(init_value, dtype)
+        held.append(Bound(names[len(held)], out, True, init_value is not None))
+    return held
 
 
 def _encode(value: float, dtype: str):
@@ -192,13 +201,9 @@ def _illegal_sizes(kernel: TracedKernel) -> list[Finding]:
 
 def _launch(library, kernel, held, report, order, seed, check, threadgroup_limit, step_limit) -> None:
     buffers = (_Buffer * len(held))()
-    keep = []
-    for b, (name, array, writable, initialised) in zip(buffers, held, strict=True):
-        if not array.flags.c_contiguous:
-            array = np.ascontiguousarray(array)
-        keep.append(array)
-        b.name, b.data, b.size = name.encode(), array.ctypes.data, array.nbytes
-        b.itemsize, b.writable, b.initialised = array.itemsize, writable, initialised
+    for b, h in zip(buffers, held, strict=True):
+        b.name, b.data, b.size = h.name.encode(), h.array.ctypes.data, h.array.nbytes
+        b.itemsize, b.writable, b.initialised = h.array.itemsize, h.writable, h.initialised
     errors = (_Error * 32)()
     launch = _Launch(
         buffers,
