@@ -176,9 +176,11 @@ def measure(
         speed = statistics.median(speeds[name])
         row = {
             "bench": "cpu", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real",
-            "dtype": name.split("-")[1].split("+")[0] if name in sides else opts["dtype"], "context": context, "batch": batch, "mode": name,
+            "dtype": name.split("-")[1].split("+")[0] if name in sides else opts["dtype"], "context": context, "batch": batch,
+            "mode": name,
             "lossless": name in LOSSLESS or name == "auto",
-            "generated_tokens": _TRANSFORMERS_TOKENS if name in sides else opts["tokens"], "tokens_per_s": round(speed, 2), "baseline": "ar",
+            "generated_tokens": _TRANSFORMERS_TOKENS if name in sides else opts["tokens"],
+            "tokens_per_s": round(speed, 2), "baseline": "ar",
             "baseline_tokens_per_s": round(ar, 2),
             "ratio": round(speed / ar, 3), "spread": round(max(speeds[name]) / min(speeds[name]), 2),
             "acceptance_length": round(last[name].get("acceptance_length", 1.0), 2),

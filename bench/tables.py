@@ -1,0 +1,98 @@
+"""README tables from bench/results: each `<!-- table:NAME -->` ... `<!-- end -->` block is written anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from bench import rows
+
+README = rows.ROOT / "README.md"
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table, numbers right-aligned."""
+    rule = ["---"] + ["--:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
+
+
+def cpu() -> str:
+    """Tokens per second over contexts and batches: ours, and transformers beside it."""
+    all_rows = rows.read(rows.RESULTS / "cpu.jsonl")
+    speeds = [row for row in all_rows if row["bench"] == "cpu"]
+    # transformers' assisted generation runs at batch 1 only and was slower than its plain one: it stays in the rows.
+    modes = list(dict.fromkeys(m for m in (row["mode"] for row in speeds) if not (m.startswith("transf") and "+" in m)))
+    lines = []
+    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in speeds):
+        cell = {row["mode"]: row for row in speeds if (row["context"], row["batch"]) == (context, batch)}
+        shown = [f"{cell[m]['tokens_per_s']:.1f} ({cell[m]['ratio']:.2f}x)" if m in cell else "" for m in modes]
+        lines.append([f"{context} x {batch}", *shown])
+    first = speeds[0]
+    text = markdown(["context x batch", *modes], lines)
+    note = (
+        f"Tokens per second, all rows of the batch together (ratio to our own `ar`). {first['model']}, {first['dtype']} on our "
+        f"side, {first['processor']}, {first['threads']} threads; `{first['command']}` at {first['commit']}."
+    )
+    memory = [
+        f"At {row['context']} x {row['batch']} the whole run (prompt and 16 tokens) peaks at "
+        f"{row['peak_memory_bytes'] / 2**30:.2f} GiB, transformers at {row['baseline_peak_memory_bytes'] / 2**30:.2f} GiB."
+        for row in all_rows
+        if row["bench"] == "cpu-memory"
+    ]
+    return "\n\n".join([text, note, *memory])
+
+
+def pair() -> str:
+    """A real pair over one document."""
+    made = rows.read(rows.RESULTS / "pair.jsonl")
+    lines = [
+        [
+            row["mode"] + (f", budget {row['budget']}" if "budget" in row else ""),
+            f"{row['tokens_per_s']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_dense_check']:.1f}" if "tokens_per_dense_check" in row else "",
+            f"{100 * row['kv_read_share']:.0f} %",
+            f"{100 * row['equal_leading_share_vs_ar']:.0f} %",
+            "yes" if row["needle_answered"] else "no",
+        ]
+        for row in made
+    ]
+    header = ["mode", "tok/s", "ratio", "a round", "a dense check", "target KV read", "leading tokens equal to ar", "fact found"]
+    first = made[0]
+    note = (
+        f"{first['model']} with {first['draft']} as draft, {first['dtype']}, {first['context']} prompt tokens, batch 1, "
+        f"{first['processor']}, {first['threads']} threads; `{first['command']}` at {first['commit']}."
+    )
+    return markdown(header, lines) + "\n\n" + note
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "pair": pair}
+
+
+def regenerate(text: str) -> str:
+    """README text with every table block written anew. Raise ClickException on an unknown name."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in TABLES:
+            raise click.ClickException(f"README has a table {name!r}, expected one of {', '.join(TABLES)}")
+        return f"<!-- table:{name} -->\n{TABLES[name]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table:(\w+) -->.*?<!-- end -->", block, text, flags=re.S)
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Change nothing; exit 1 when the README is not what the rows say.")
+def main(**opts: Any) -> None:
+    """Write the README's tables from bench/results."""
+    old = README.read_text()
+    new = regenerate(old)
+    if opts["check"]:
+        if new != old:
+            raise click.ClickException("README tables are not what bench/results say: run `python -m bench tables`")
+        return
+    README.write_text(new)
