@@ -346,7 +346,8 @@ def _shape(
         keep = 8 * rows * per_group <= dim * dtype.itemsize
     if config is None:
         wide = dtype == torch.float32 or block_m * dim > 8192
-        config = ScoreConfig(32, 32, 2, 64) if INTERPRETED else ScoreConfig(32, 32) if wide else ScoreConfig()
+        width = 32 if wide else 64 if block_m > 16 else 128
+        config = ScoreConfig(32, 32, 2, 64) if INTERPRETED else ScoreConfig(width, width)
     # Statistics of all chunks of a lane are combined in one tile: at most 64 of them.
     chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
     num_chunks = triton.cdiv(nmax, chunk)

@@ -145,7 +145,7 @@ def head_scores(
 
 
 def choose(
-    target: torch.Tensor | None, draft: torch.Tensor | None, length: int, budget: int, sinks: int, recent: int, by_draft: int
+    target: list[float] | None, draft: list[float] | None, length: int, budget: int, sinks: int, recent: int, by_draft: int
 ) -> list[int]:
     """METHOD section 3.2 for one sequence, by sorting: ties to the lower index, ascending result."""
     if length <= budget:
@@ -157,7 +157,7 @@ def choose(
     quotas = [(draft, free if target is None else by_draft), (target, free)]
     for scores, quota in quotas:
         if scores is not None:
-            order = sorted((j for j in range(length) if j not in chosen), key=lambda j: (-float(scores[j]), j))
+            order = sorted((j for j in range(length) if j not in chosen), key=lambda j: (-scores[j], j))
             chosen.update(order[: min(quota, budget - len(chosen))])
     return sorted(chosen)
 

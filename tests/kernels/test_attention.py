@@ -44,21 +44,27 @@ def build(device: str, dtype: torch.dtype, shape: tuple, seed: int = 0):
     )
 
 
-def each(device: str, start: int = 0):
+def each(device: str, start: int = 0, which: int | None = None):
     """Cases by dtype; the interpreter's bf16 arithmetic is wrong, so bf16 runs on the device alone."""
     for i, shape in enumerate(cases(device)):
         dtypes = [BASIC[(i + start) % 2]] if device == "cpu" else TYPES
         for dtype in dtypes:
-            yield build(device, dtype, shape, i)
+            if which in (None, i):
+                yield build(device, dtype, shape, i)
 
 
-def test_dense(device: str) -> None:
-    for case in each(device):
+every_case = pytest.mark.parametrize("which", range(len(LARGE)))
+
+
+@every_case
+def test_dense(device: str, which: int) -> None:
+    for case in each(device, 0, which):
         check_parity(dense_verify(*case.inputs), attention(case))
 
 
-def test_dense_window_and_softcap(device: str) -> None:
-    for case in each(device, 1):
+@every_case
+def test_dense_window_and_softcap(device: str, which: int) -> None:
+    for case in each(device, 1, which):
         out = dense_verify(*case.inputs, window=20, softcap=5.0)
         check_parity(out, attention(case, window=20, softcap=5.0))
 
@@ -75,15 +81,17 @@ def counts_of(case, fraction: float = 0.4) -> list[int]:
     return [int(int(n) * fraction) for n in case.lengths]
 
 
-def test_sparse(device: str) -> None:
-    for case in each(device):
+@every_case
+def test_sparse(device: str, which: int) -> None:
+    for case in each(device, 0, which):
         indices, counts = random_set(case, counts_of(case))
         out = sparse_verify(*case.inputs, indices, counts)
         check_parity(out, attention(case, indices, counts))
 
 
-def test_sparse_window_and_softcap(device: str) -> None:
-    for case in each(device, 1):
+@every_case
+def test_sparse_window_and_softcap(device: str, which: int) -> None:
+    for case in each(device, 1, which):
         indices, counts = random_set(case, counts_of(case))
         out = sparse_verify(*case.inputs, indices, counts, window=25, softcap=5.0)
         check_parity(out, attention(case, indices, counts, window=25, softcap=5.0))
@@ -102,8 +110,9 @@ def test_sparse_blocks(device: str) -> None:
     check_parity(out, want)
 
 
-def test_everything_selected_is_dense(device: str) -> None:
-    for case in each(device):
+@every_case
+def test_everything_selected_is_dense(device: str, which: int) -> None:
+    for case in each(device, 0, which):
         indices, counts = random_set(case, [int(n) for n in case.lengths])
         check_parity(sparse_verify(*case.inputs, indices, counts), dense_verify(*case.inputs).double())
 

@@ -50,6 +50,7 @@ def test_no_query_rows_at_all_scores_zero(device: str) -> None:
 
 def check_choice(device: str, columns: int, lengths: list[int], quota: tuple[int, int, int, int], target, draft) -> None:
     budget, sinks, recent, by_draft = quota
+    lists = [None if scores is None else scores.tolist() for scores in (target, draft)]
     indices, counts = select_tokens(
         None if target is None else target.to(device),
         None if draft is None else draft.to(device),
@@ -58,7 +59,7 @@ def check_choice(device: str, columns: int, lengths: list[int], quota: tuple[int
     )  # fmt: skip
     for b, length in enumerate(lengths):
         want = choose(
-            None if target is None else target[b], None if draft is None else draft[b], length, budget, sinks, recent, by_draft
+            *(None if scores is None else scores[b] for scores in lists), length, budget, sinks, recent, by_draft
         )
         assert indices[b, : int(counts[b])].tolist() == want
         assert not indices[b, int(counts[b]) :].any()
