@@ -63,8 +63,11 @@ def gpu_ms(function: Callable[[], Any], repeats: int = 10) -> float:
 class DecodeBench:
     """Two random models on a device, and every way of decoding with them."""
 
-    def __init__(self, context: int, batch: int, budget: int, paper_scoring: bool) -> None:
+    def __init__(self, context: int, batch: int, budget: int, paper_scoring: bool, num_drafts: int) -> None:
         device = torch.device("cuda")
+        self.num_drafts = num_drafts
+        # What a round brings at the replayed agreement.
+        self.expected = (1 - AGREEMENT ** (num_drafts + 1)) / (1 - AGREEMENT)
         self.device, self.context, self.budget, self.paper = device, context, budget, paper_scoring
         self.target = CudaModel(QWEN2_7B, random_weights(QWEN2_7B, torch.bfloat16, device), "qwen2.5-7b-shape")
         self.draft = CudaModel(QWEN2_0_5B, random_weights(QWEN2_0_5B, torch.bfloat16, device, 1), "qwen2.5-0.5b-shape")
@@ -90,7 +93,7 @@ class DecodeBench:
 
     def rounds(self, batch: int, sparse: bool, sparse_draft: bool) -> Rounds:
         """Fresh state of one variant."""
-        options = RoundOptions(sparse, sparse_draft, budget=self.budget)
+        options = RoundOptions(sparse, sparse_draft, self.num_drafts, self.budget)
         accepted = replay_table(AGREEMENT, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
         return Rounds(*self.sides(batch), options, self.context, accepted)
 
@@ -222,7 +225,7 @@ class DecodeBench:
         starts, counts = torch.zeros_like(state.pending), torch.full_like(state.pending, 1)
         chunk = self.capture(lambda: state.dense_pass(tokens, starts, counts, "none"))
         state.reset()
-        rounds = -(-interval * 10 // 37)
+        rounds = math.ceil(interval / self.expected)
         dense, made, passes = state.target_lengths.clone(), 0, 0
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -245,7 +248,7 @@ class DecodeBench:
         seconds = time.perf_counter() - began
         counts.fill_(RECTIFY_CHUNK)
         self.record(
-            batch, f"rectified {interval}", made, seconds, query_rows=6, budget=self.budget,
+            batch, f"rectified {interval}", made, seconds, query_rows=self.num_drafts + 1, num_draft_tokens=self.num_drafts, budget=self.budget,
             acceptance_length=round(made / rounds / cycles / batch, 3), histogram=histogram(state.accepted),
             rectify_interval=interval, rectify_passes=passes, rectify_pass_ms=round(gpu_ms(chunk, 2), 2),
         )  # fmt: skip
@@ -279,7 +282,7 @@ class DecodeBench:
         state.reset()
         base.fill_(self.context)
         turn.zero_()
-        rounds = max(1, round(block / 3.7))
+        rounds = max(1, round(block / self.expected))
         total = 0
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -341,6 +344,7 @@ def transformers_rate(batch: int, context: int) -> float:
 @click.option("--batches", default="1,8,16,32", show_default=True, help="Batch sizes, in turn.")
 @click.option("--context", default=32768 - SLACK, show_default=True, help="Tokens a sequence has when decoding starts.")
 @click.option("--budget", default=512, show_default=True, help="Tokens of the sparse set.")
+@click.option("--drafts", default=5, show_default=True, help="Draft tokens a round.")
 @click.option("--modes", default="ar,dense,sparse,both,rectified,exact", show_default=True, help="What to measure.")
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
@@ -349,7 +353,7 @@ def transformers_rate(batch: int, context: int) -> float:
 @click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
 @click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
 def main(
-    batches: str, context: int, budget: int, modes: str, blocks: str, paper_scoring: bool, peers: str, profile: str,
+    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, peers: str, profile: str,
     output: Path, append: bool,
 ) -> None:  # fmt: skip
     """Decoding speed on one GPU, random weights, acceptance replayed."""
@@ -358,7 +362,7 @@ def main(
     earlier = result_rows.read(output) if append and output.exists() else []
     with torch.inference_mode():
         began = time.perf_counter()
-        bench = DecodeBench(context, max(sizes), budget, paper_scoring)
+        bench = DecodeBench(context, max(sizes), budget, paper_scoring, drafts)
         torch.cuda.synchronize()
         click.echo(f"models and caches made in {time.perf_counter() - began:.1f} s", err=True)
         for batch in sizes:
