@@ -248,7 +248,8 @@ class DecodeBench:
         seconds = time.perf_counter() - began
         counts.fill_(RECTIFY_CHUNK)
         self.record(
-            batch, f"rectified {interval}", made, seconds, query_rows=self.num_drafts + 1, num_draft_tokens=self.num_drafts, budget=self.budget,
+            batch, f"rectified {interval}", made, seconds, query_rows=self.num_drafts + 1,
+            num_draft_tokens=self.num_drafts, budget=self.budget,
             acceptance_length=round(made / rounds / cycles / batch, 3), histogram=histogram(state.accepted),
             rectify_interval=interval, rectify_passes=passes, rectify_pass_ms=round(gpu_ms(chunk, 2), 2),
         )  # fmt: skip
