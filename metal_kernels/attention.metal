@@ -1,5 +1,8 @@
 // Shared by the verify and score kernels: SIMD-group fragments, staging of cache rows, the online softmax over one key tile.
 // Axes: B sequences, T query rows, R = g * T rows packed as r = t * g + head-in-group, D head dim, BK keys a tile.
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 #define LOWEST -3.0e38f   // not -INFINITY: a split without a visible key would compute inf - inf

@@ -1,5 +1,8 @@
 // Helpers of select_tokens: a radix search for the k-th best score among unmarked tokens, all threads of one threadgroup.
 // Each SIMD-group owns a run of 32-token words: a lane a token, so ranks in index order are prefix sums.
+#include <metal_atomic>
+#include <metal_simdgroup>
+#include <metal_stdlib>
 using namespace metal;
 
 inline int item(int x, int) { return x; }

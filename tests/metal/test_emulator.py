@@ -94,14 +94,15 @@ def test_fragments(transpose: bool) -> None:
     """load, multiply, store of 8x8 fragments with an origin and a stride."""
     rng = np.random.default_rng(2)
     a, b = rng.normal(size=(16, 24)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
-    body = f"""simdgroup_matrix<float, 8, 8> m, n, c(1.0f);
+    body = f"""simdgroup_matrix<float, 8, 8> m, n, c = make_filled_simdgroup_matrix<float, 8, 8>(1.0f), d(2.0f);
 simdgroup_load(m, a, 24, ulong2(8, 3), {str(transpose).lower()});
 simdgroup_load(n, b, 8);
 simdgroup_multiply_accumulate(c, m, n, c);
+simdgroup_multiply_accumulate(c, d, n, c);
 simdgroup_store(c, out, 8);"""
     made = kernel(body, {"a": (a.shape, "float32"), "b": (b.shape, "float32")}, ((8, 8), "float32"))
     tile = a[3:11, 8:16].T if transpose else a[3:11, 8:16]
-    assert np.allclose(run(made, [a, b]).outputs[0], tile @ b + 1, atol=1e-5)
+    assert np.allclose(run(made, [a, b]).outputs[0], tile @ b + 1 + 2 * b, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,6 +1,9 @@
 // grid (32, 3, 2) threadgroup (32, 1, 1)
 // Shared by the verify and score kernels: SIMD-group fragments, staging of cache rows, the online softmax over one key tile.
 // Axes: B sequences, T query rows, R = g * T rows packed as r = t * g + head-in-group, D head dim, BK keys a tile.
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 #define LOWEST -3.0e38f   // not -INFINITY: a split without a visible key would compute inf - inf
@@ -240,7 +243,7 @@ inline void write_stats(device T* out, device float* partial, device float* stat
   stats[slot + 1] = sum;
 }
 template <typename T>
-[[kernel]] void custom_kernel_dustin_append_kv_9f30694daaa8__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t(
+[[kernel]] void custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t(
   const device float16_t* k_cache [[buffer(0)]],
   const constant int* k_cache_shape [[buffer(1)]],
   const constant int64_t* k_cache_strides [[buffer(2)]],
@@ -272,4 +275,4 @@ device T* values = (device T*)(v_cache + b * v_cache_strides[0] + (length + t) *
 
 }
 
-template [[host_name("custom_kernel_dustin_append_kv_9f30694daaa8__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t")]] [[kernel]] decltype(custom_kernel_dustin_append_kv_9f30694daaa8__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t<float16_t>) custom_kernel_dustin_append_kv_9f30694daaa8__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t<float16_t>;
+template [[host_name("custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t")]] [[kernel]] decltype(custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t<float16_t>) custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t<float16_t>;

@@ -1,6 +1,9 @@
 // grid (32, 8, 6) threadgroup (32, 1, 1)
 // Shared by the verify and score kernels: SIMD-group fragments, staging of cache rows, the online softmax over one key tile.
 // Axes: B sequences, T query rows, R = g * T rows packed as r = t * g + head-in-group, D head dim, BK keys a tile.
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 #define LOWEST -3.0e38f   // not -INFINITY: a split without a visible key would compute inf - inf
@@ -240,7 +243,7 @@ inline void write_stats(device T* out, device float* partial, device float* stat
   stats[slot + 1] = sum;
 }
 template <typename T, int D>
-[[kernel]] void custom_kernel_dustin_combine_5ed30259f210__float16_t_64_float_float_float16_t(
+[[kernel]] void custom_kernel_dustin_combine_084280bf5dda__float16_t_64_float_float_float16_t(
   const device float* partial [[buffer(0)]],
   const constant int* partial_shape [[buffer(1)]],
   const device float* stats [[buffer(2)]],
@@ -272,4 +275,4 @@ for (int i = 0; i < D / 32; ++i) out[(long(row) * heads + head) * D + lane + 32 
 
 }
 
-template [[host_name("custom_kernel_dustin_combine_5ed30259f210__float16_t_64_float_float_float16_t")]] [[kernel]] decltype(custom_kernel_dustin_combine_5ed30259f210__float16_t_64_float_float_float16_t<float16_t, 64>) custom_kernel_dustin_combine_5ed30259f210__float16_t_64_float_float_float16_t<float16_t, 64>;
+template [[host_name("custom_kernel_dustin_combine_084280bf5dda__float16_t_64_float_float_float16_t")]] [[kernel]] decltype(custom_kernel_dustin_combine_084280bf5dda__float16_t_64_float_float_float16_t<float16_t, 64>) custom_kernel_dustin_combine_084280bf5dda__float16_t_64_float_float_float16_t<float16_t, 64>;

@@ -2,6 +2,9 @@
 #define OUTPUTS (device T*)nullptr, partial, stats
 // Shared by the verify and score kernels: SIMD-group fragments, staging of cache rows, the online softmax over one key tile.
 // Axes: B sequences, T query rows, R = g * T rows packed as r = t * g + head-in-group, D head dim, BK keys a tile.
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 #define LOWEST -3.0e38f   // not -INFINITY: a split without a visible key would compute inf - inf
@@ -241,7 +244,7 @@ inline void write_stats(device T* out, device float* partial, device float* stat
   stats[slot + 1] = sum;
 }
 template <typename T, int D, int BK, bool DIRECT>
-[[kernel]] void custom_kernel_dustin_dense_verify_split_4f9af79a805f__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float(
+[[kernel]] void custom_kernel_dustin_dense_verify_split_62f8f428bac4__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float(
   const device float16_t* q [[buffer(0)]],
   const constant int* q_shape [[buffer(1)]],
   const device float16_t* k [[buffer(2)]],
@@ -275,4 +278,4 @@ attend<T, D, BK, DIRECT>(q, k + place.b * k_strides[0] + place.head * k_strides[
 
 }
 
-template [[host_name("custom_kernel_dustin_dense_verify_split_4f9af79a805f__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float")]] [[kernel]] decltype(custom_kernel_dustin_dense_verify_split_4f9af79a805f__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32, 0>) custom_kernel_dustin_dense_verify_split_4f9af79a805f__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32, 0>;
+template [[host_name("custom_kernel_dustin_dense_verify_split_62f8f428bac4__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float")]] [[kernel]] decltype(custom_kernel_dustin_dense_verify_split_62f8f428bac4__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32, 0>) custom_kernel_dustin_dense_verify_split_62f8f428bac4__float16_t_64_32_0_float16_t_float16_t_float16_t_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32, 0>;

@@ -1,6 +1,9 @@
 // grid (256, 4, 1) threadgroup (128, 1, 1)
 // Shared by the verify and score kernels: SIMD-group fragments, staging of cache rows, the online softmax over one key tile.
 // Axes: B sequences, T query rows, R = g * T rows packed as r = t * g + head-in-group, D head dim, BK keys a tile.
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 #define LOWEST -3.0e38f   // not -INFINITY: a split without a visible key would compute inf - inf
@@ -240,7 +243,7 @@ inline void write_stats(device T* out, device float* partial, device float* stat
   stats[slot + 1] = sum;
 }
 template <typename T, int D, int BK>
-[[kernel]] void custom_kernel_dustin_score_heads_bd0739a78750__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float(
+[[kernel]] void custom_kernel_dustin_score_heads_5f8002218e42__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float(
   const device float16_t* q [[buffer(0)]],
   const constant int* q_shape [[buffer(1)]],
   const device float16_t* k [[buffer(2)]],
@@ -315,4 +318,4 @@ if (slot >= 0 && column == 0) {
 
 }
 
-template [[host_name("custom_kernel_dustin_score_heads_bd0739a78750__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float")]] [[kernel]] decltype(custom_kernel_dustin_score_heads_bd0739a78750__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32>) custom_kernel_dustin_score_heads_bd0739a78750__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32>;
+template [[host_name("custom_kernel_dustin_score_heads_5f8002218e42__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float")]] [[kernel]] decltype(custom_kernel_dustin_score_heads_5f8002218e42__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32>) custom_kernel_dustin_score_heads_5f8002218e42__float16_t_64_32_float16_t_float16_t_int32_tc_int32_tc_int32_tc_floats_float_float<float16_t, 64, 32>;

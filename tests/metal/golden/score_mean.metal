@@ -1,6 +1,9 @@
 // grid (256, 2, 1) threadgroup (256, 1, 1)
 // Shared by the verify and score kernels: SIMD-group fragments, staging of cache rows, the online softmax over one key tile.
 // Axes: B sequences, T query rows, R = g * T rows packed as r = t * g + head-in-group, D head dim, BK keys a tile.
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 #define LOWEST -3.0e38f   // not -INFINITY: a split without a visible key would compute inf - inf
@@ -240,7 +243,7 @@ inline void write_stats(device T* out, device float* partial, device float* stat
   stats[slot + 1] = sum;
 }
 template <int MAX_QUERIES, int KEYS>
-[[kernel]] void custom_kernel_dustin_score_mean_991960d3fc8e__32_1024_float_float_int32_tc_float(
+[[kernel]] void custom_kernel_dustin_score_mean_5b37522da4f1__32_1024_float_float_int32_tc_float(
   const device float* logits [[buffer(0)]],
   const constant int* logits_shape [[buffer(1)]],
   const device float* stats [[buffer(2)]],
@@ -284,4 +287,4 @@ for (int j = first + int(thread_position_in_threadgroup.x); j < min(first + KEYS
 
 }
 
-template [[host_name("custom_kernel_dustin_score_mean_991960d3fc8e__32_1024_float_float_int32_tc_float")]] [[kernel]] decltype(custom_kernel_dustin_score_mean_991960d3fc8e__32_1024_float_float_int32_tc_float<32, 1024>) custom_kernel_dustin_score_mean_991960d3fc8e__32_1024_float_float_int32_tc_float<32, 1024>;
+template [[host_name("custom_kernel_dustin_score_mean_5b37522da4f1__32_1024_float_float_int32_tc_float")]] [[kernel]] decltype(custom_kernel_dustin_score_mean_5b37522da4f1__32_1024_float_float_int32_tc_float<32, 1024>) custom_kernel_dustin_score_mean_5b37522da4f1__32_1024_float_float_int32_tc_float<32, 1024>;

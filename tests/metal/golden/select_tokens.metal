@@ -1,6 +1,9 @@
 // grid (512, 2, 1) threadgroup (512, 1, 1)
 // Helpers of select_tokens: a radix search for the k-th best score among unmarked tokens, all threads of one threadgroup.
 // Each SIMD-group owns a run of 32-token words: a lane a token, so ranks in index order are prefix sums.
+#include <metal_atomic>
+#include <metal_simdgroup>
+#include <metal_stdlib>
 using namespace metal;
 
 inline int item(int x, int) { return x; }
@@ -84,7 +87,7 @@ inline void mark_best(P scores, int take, device uint* marks, threadgroup atomic
   threadgroup_barrier(mem_flags::mem_device);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
-[[kernel]] void custom_kernel_dustin_select_tokens_f7e42aecb3b7_float_float_int32_tc_int32_tc_int32_t_int32_t_uint32_t(
+[[kernel]] void custom_kernel_dustin_select_tokens_b9cd08dff866_float_float_int32_tc_int32_tc_int32_t_int32_t_uint32_t(
   const device float* target [[buffer(0)]],
   const constant int* target_shape [[buffer(1)]],
   const device float* draft [[buffer(2)]],

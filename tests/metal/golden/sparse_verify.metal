@@ -2,6 +2,9 @@
 #define OUTPUTS out, (device float*)nullptr, (device float*)nullptr
 // Shared by the verify and score kernels: SIMD-group fragments, staging of cache rows, the online softmax over one key tile.
 // Axes: B sequences, T query rows, R = g * T rows packed as r = t * g + head-in-group, D head dim, BK keys a tile.
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 #define LOWEST -3.0e38f   // not -INFINITY: a split without a visible key would compute inf - inf
@@ -241,7 +244,7 @@ inline void write_stats(device T* out, device float* partial, device float* stat
   stats[slot + 1] = sum;
 }
 template <typename T, int D, int BK, bool DIRECT>
-[[kernel]] void custom_kernel_dustin_sparse_verify_c7e7f47db862__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t(
+[[kernel]] void custom_kernel_dustin_sparse_verify_e656eb712fd7__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t(
   const device float16_t* q [[buffer(0)]],
   const constant int* q_shape [[buffer(1)]],
   const device float16_t* k [[buffer(2)]],
@@ -277,4 +280,4 @@ attend<T, D, BK, DIRECT>(q, k + place.b * k_strides[0] + place.head * k_strides[
 
 }
 
-template [[host_name("custom_kernel_dustin_sparse_verify_c7e7f47db862__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t")]] [[kernel]] decltype(custom_kernel_dustin_sparse_verify_c7e7f47db862__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t<float16_t, 64, 32, 1>) custom_kernel_dustin_sparse_verify_c7e7f47db862__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t<float16_t, 64, 32, 1>;
+template [[host_name("custom_kernel_dustin_sparse_verify_e656eb712fd7__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t")]] [[kernel]] decltype(custom_kernel_dustin_sparse_verify_e656eb712fd7__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t<float16_t, 64, 32, 1>) custom_kernel_dustin_sparse_verify_e656eb712fd7__float16_t_64_32_1_float16_t_float16_t_float16_t_int32_t_int32_tc_int32_tc_int32_tc_floats_float16_t<float16_t, 64, 32, 1>;

@@ -11,7 +11,10 @@ template <class T, int R, int C> struct simdgroup_matrix {
   static_assert(std::is_same<T, float>::value || std::is_same<T, half>::value || std::is_same<T, bfloat>::value, "float types only");
   vec<T, 2> elements;
   simdgroup_matrix() = default;
-  EMU_INLINE explicit simdgroup_matrix(T v) : elements(v) {}
+  EMU_INLINE explicit simdgroup_matrix(T v) {  // diagonal, as in Metal: only make_filled_simdgroup_matrix fills
+    int row = emu_matrix_row(emu_self()->lane), column = emu_matrix_column(emu_self()->lane);
+    for (int i = 0; i < 2; ++i) elements[i] = column + i == row ? v : T(0);
+  }
   typedef vec<T, 2> storage_type;
   EMU_INLINE vec<T, 2>& thread_elements() { return elements; }
   EMU_INLINE const vec<T, 2>& thread_elements() const { return elements; }
@@ -19,7 +22,11 @@ template <class T, int R, int C> struct simdgroup_matrix {
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int R, int C> EMU_INLINE simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T v) { return simdgroup_matrix<T, R, C>(v); }
+template <class T, int R, int C> EMU_INLINE simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T v) {
+  simdgroup_matrix<T, R, C> m;
+  m.elements = vec<T, 2>(v);
+  return m;
+}
 
 template <class T> EMU_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const T* p, ulong stride = 8, ulong2 origin = ulong2(0),
                                                   bool transpose = false, int line = __builtin_LINE()) {
