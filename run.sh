@@ -8,4 +8,4 @@ if [ $# -gt 0 ]; then
     exec "$VENV_BIN/python" -m dustin "$@"
 fi
 exec "$VENV_BIN/python" -m dustin generate --file bench/data/northanger_abbey_chapter_1.txt --max-tokens 64 \
-    "Who is the heroine of this chapter, and what is she like? Answer in three sentences."
+    "What was the profession of Catherine's father? Answer in one sentence."
