@@ -5,6 +5,8 @@ The shape is the one the project is about: T = 6 query rows, 8 query heads a KV 
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -16,12 +18,12 @@ from tests.metal.stock import stock_attention
 SMALL = ("indices", "blocks", "counts", "lengths", "num_tokens")
 
 
-def traffic(form: str, case: Case, splits: int | None) -> tuple[float, float]:
+def traffic(form: str, case: Case, splits: int | None, transform=None) -> tuple[float, float]:
     """(K, V and set bytes, all device bytes) read, each over its ideal."""
     from dustin.metal_kernels.dense_verify import dense_verify_bytes
     from dustin.metal_kernels.sparse_verify import sparse_verify_bytes
 
-    with installed() as log:
+    with installed(transform=transform) as log:
         call(case, form, splits)
     shape = (case.head_dim, case.dtype, case.num_rows, case.num_heads, case.num_kv_heads)
     if form == "dense":
@@ -54,6 +56,20 @@ def test_splits_read_each_row_once_too() -> None:
     """With key splits only q is read again and the partial sums are added (counted in `everything`, not bounded here)."""
     kv, _ = traffic("sparse", Case((400,), (6,), 6, 16, 2, 128, "bfloat16", 512, 256), 4)
     assert kv <= 1.1
+
+
+def test_a_second_read_is_counted() -> None:
+    """A kernel that loads every staged row twice computes the same and fails here."""
+    case = Case((70,), (3,), 3, 8, 2, 64, "float16", 90, 20)
+    once = "if (present) x = *(const device vec<T, W>*)(source + offset + d);"
+    twice = once + " if (present) x = *(const volatile device uint*)(source + offset + d) == 1u ? x : x;"
+
+    def transform(kernel):
+        assert once in kernel.source
+        return dataclasses.replace(kernel, source=kernel.source.replace(once, twice))
+
+    with pytest.raises(AssertionError, match="ideal|=="):
+        traffic("sparse", case, 1, transform)
 
 
 def test_stock_attention_reads_every_row_for_every_query() -> None:

@@ -6,9 +6,11 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -35,7 +37,9 @@ class BuildError(RuntimeError):
 
 @functools.cache
 def compiler() -> str | None:
-    """g++ on this machine, or None. clang's hooks differ, so it does not serve."""
+    """g++ on this machine, or None: the runtime knows Linux on x86-64 and arm64, and clang's hooks differ."""
+    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
+        return None
     return shutil.which("g++")
 
 
