@@ -338,6 +338,8 @@ def main(
         began = time.perf_counter()
         bench = DecodeBench(context, max(sizes), budget, paper_scoring, drafts)
         torch.cuda.synchronize()
+        own = {row["batch"]: row["tokens_per_second"] for row in earlier if row["mode"] == "ar" and row["context"] == context}
+        bench.baseline.update(own)
         click.echo(f"models and caches made in {time.perf_counter() - began:.1f} s", err=True)
         for batch in sizes:
             for name in wanted:
