@@ -70,6 +70,23 @@ def test_address_spaces(batch: int, dtype: str) -> None:
     assert ("const constant int32_t* lengths" in kernels["dense_verify"].source) == (batch < 8)
 
 
+def test_small_sets_in_constant_memory() -> None:
+    """Fewer than 8 indices or blocks are a constant array: the gather must take that address space too."""
+    import mlx.core as mx
+
+    from dustin.metal_kernels.sparse_verify import sparse_verify, sparse_verify_blocks
+
+    if clang() is None:
+        pytest.skip("clang++ is missing: only the lint knows address spaces")
+    q, k, n = mx.zeros((1, 2, 4, 64)), mx.zeros((1, 90, 2, 64)), mx.array(40, mx.int32)
+    with installed(execute=False) as log:
+        sparse_verify(q, k, k, mx.zeros((1, 5), mx.int32), n, n, n, 0.125)
+        sparse_verify_blocks(q, k, k, mx.zeros((1, 3), mx.int32), n, n, n, 0.125)
+    assert "const constant int32_t* indices" in log.kernels[0].source
+    assert "const constant int32_t& lengths" in log.kernels[0].source
+    assert [lint(kernel) for kernel in log.kernels] == [[], []]
+
+
 def test_text_rules() -> None:
     """ASCII, hashed names, no MLX copy of any input, no infinite mask, no template argument that a length could change."""
     for name, made in traced().items():

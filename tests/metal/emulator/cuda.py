@@ -44,7 +44,7 @@ def kernel_cuda(kernel: TracedKernel) -> str:
     text = re.sub(r"^(\s+)([\w<>:]+ \w+\([^;{}()]*\) const \{)", r"\1__device__ \2", text, flags=re.M)
     return (
         f'#include "metal_stdlib"\nstruct Buffers {{ void* p[40]; }};\nnamespace metal {{\n#line 1 "kernel.metal"\n{text}\n'
-        f'extern "C" __global__ void emu_entry(Buffers b) {{\n{_THREAD}'
+        f'extern "C" __global__ void __launch_bounds__(512) emu_entry(Buffers b) {{\n{_THREAD}'
         f"  {name}{template_arguments(source, name)}({arguments});\n}}\n}}\n"
     )
 
