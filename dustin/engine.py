@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import cast
 
 from dustin.config import EngineOptions
@@ -25,6 +26,7 @@ from dustin.interfaces import (
     SelectionContext,
     Selector,
     Tap,
+    TokenLogprobs,
     TokenSet,
     Verdict,
     WarpBatch,
@@ -81,13 +83,24 @@ class Engine:
         self.rows, self.cache = rows, cache
         self.stats.sequences += len(rows)
         self.warp = warp_batch(rows)
+        if self.planner is not None and not self.warp.greedy:
+            # The planner goes by the clock, and which tokens a seed gives must not.
+            self.planner = None
+            self.options = replace(self.options, mode="dense" if self.drafter.name == "draft" else "ar")
+            self.stats.warnings.append(f"auto samples in mode {self.options.mode}, so that a seed repeats")
         seen = cache.lengths
         self.stats.prompt_tokens += sum(row.prompt_length for row in rows)
         self.stats.reused_prompt_tokens += sum(seen)
         unread = [row.tokens[known:] for row, known in zip(rows, seen, strict=True)]
-        out = cast(ForwardResult, prefill(self.backend, self.target, cache, unread, self.options.prefill_chunk, self.tap, progress))
-        for row in rows:
-            row.dense_rows = row.prompt_length
+        try:
+            out = cast(
+                ForwardResult,
+                prefill(self.backend, self.target, cache, unread, self.options.prefill_chunk, self.tap, progress),
+            )
+        finally:
+            # What was read so far is dense, also when the reader gave up in the middle.
+            for row, rows_read in zip(rows, cache.lengths, strict=True):
+                row.dense_rows = rows_read
         self.drafter.start([row.tokens for row in rows], cache.capacity, progress)
         # The first token is a verification without drafts.
         none = Drafts(None, (0,) * len(rows))
@@ -204,13 +217,13 @@ class Engine:
             if row.row not in taking:
                 continue
             if not host.finite[row.row]:
-                events.append(row.fail(f"NaN or infinite logits after token {row.committed} of sequence {row.row}"))
+                events.append(row.fail(f"NaN logits after token {row.committed} of sequence {row.row}"))
                 continue
             accepted = host.num_accepted[row.row]
             if count:
                 self.stats.count_round(drafts.num_drafts[row.row], accepted)
                 self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed + i for i in range(accepted + 1)))
-            logprobs = host.logprobs[row.row] if host.logprobs and row.request.top_logprobs is not None else None
+            logprobs = _trimmed(host.logprobs[row.row], row.request.top_logprobs) if host.logprobs else None
             committed = row.commit(host.tokens[row.row][: accepted + 1], accepted, logprobs)
             self.stats.generated_tokens += len(committed)
             events += committed
@@ -225,6 +238,12 @@ class Engine:
         working = [len(row.tokens) for row in self.rows]
         cache.rollback([min(have, length - 1) for have, length in zip(cache.lengths, working, strict=True)])
         self.drafter.commit(working)
+        if self._set is not None:
+            # After a cut the set's recent window lies beyond the end: let the draft see the rows before the cut instead.
+            recent = self.options.num_recent_tokens
+            self._set_lengths = tuple(
+                then if now >= then else max(0, now - recent) for then, now in zip(self._set_lengths, cache.lengths, strict=True)
+            )
 
     # Rectification and the dense check.
 
@@ -385,3 +404,10 @@ def warp_batch(rows: list[Sequence]) -> WarpBatch:
     samplings = [row.request.sampling for row in rows]
     names = WarpBatch.__dataclass_fields__
     return WarpBatch(**{name: tuple(getattr(sampling, name) for sampling in samplings) for name in names})
+
+
+def _trimmed(entries: Seq[TokenLogprobs], wanted: int | None) -> list[TokenLogprobs] | None:
+    """What one request asked for: the batch was read with as many alternatives as its most demanding row wants."""
+    if wanted is None:
+        return None
+    return [replace(e, top_tokens=e.top_tokens[:wanted], top_logprobs=e.top_logprobs[:wanted]) for e in entries]

@@ -87,9 +87,9 @@ def _print_text(stream: Iterator[Any], whole: bool) -> None:
             ending = "" if text.endswith("\n") else "\n"
             sys.stdout.write((text if whole else "") + ending)
             sys.stdout.flush()
-    if last is not None:
-        for line in last.stats.summary_lines():
-            note(line)
+        if last is not None and sys.exc_info()[0] is not BrokenPipeError:
+            for line in last.stats.summary_lines():
+                note(line)
 
 
 def _print_json(stream: Iterator[Any], model: str) -> None:

@@ -11,7 +11,7 @@ from dustin.acceptance import SpeculativeAcceptance
 from dustin.config import EngineOptions, RequestOptions
 from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
-from dustin.errors import ContextLengthError, NumericsError, UsageError
+from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
 from dustin.selection import create_selector, draft_tap, target_tap
 from dustin.sequence import Event, Sequence, TextSink
@@ -153,8 +153,14 @@ class Session:
         cache = cache or self._reusable(ids, capacity)
         if cache is None:
             # A conversation grows: room for the next turns saves reading the document again.
-            roomy = min(2 * capacity, max(capacity, self.target.spec.context_length)) if self.prefix_cache else capacity
-            cache = self.target.new_cache(len(rows), roomy)
+            most = min(self.target.spec.context_length, options.max_kv_size or self.target.spec.context_length)
+            roomy = min(2 * capacity, max(capacity, most)) if self.prefix_cache else capacity
+            try:
+                cache = self.target.new_cache(len(rows), roomy)
+            except MemoryLimitError:
+                if roomy == capacity:
+                    raise
+                cache = self.target.new_cache(len(rows), capacity)
         tap = target_tap(self.target.spec)
         drafter = self._drafter(options, stats)
         if options.mode in ("sparse", "rectified", "exact") or drafter.name == "self":

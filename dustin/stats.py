@@ -30,6 +30,7 @@ class Stats:
     accepted: int = 0
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     verified_rows: int = 0
+    spec_steps: int = 0
     dense_checks: int = 0
     checked_tokens: int = 0
     check_accepted_tokens: int = 0
@@ -47,12 +48,14 @@ class Stats:
         self.verified_rows += 1
         self.drafted += num_drafts
         self.accepted += num_accepted
-        self.acceptance_histogram[num_accepted] += 1
+        if num_drafts:
+            self.spec_steps += 1
+            self.acceptance_histogram[num_accepted] += 1
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a verification step yields: 1 + accepted."""
-        return 1 + self.accepted / self.verified_rows if self.verified_rows else 0.0
+        """Mean tokens of a verification that had drafts: 1 + accepted; 1 where nothing was drafted."""
+        return 1 + self.accepted / self.spec_steps if self.spec_steps else 1.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -116,7 +119,7 @@ class Stats:
                 "mean_acceptance_length": self.acceptance_length,
                 "draft_acceptance_rate": self.acceptance_rate,
                 "acceptance_histogram": {str(n): count for n, count in sorted(self.acceptance_histogram.items())},
-                "num_spec_steps": self.verified_rows,
+                "num_spec_steps": self.spec_steps,
                 "num_accepted_draft_tokens": self.accepted,
                 "num_draft_tokens": self.drafted,
             },

@@ -216,7 +216,7 @@ def test_statistics_are_consistent() -> None:
     rows, _ = run(engine, PROMPTS, RequestOptions(max_tokens=COUNT))
     stats = engine.stats
     assert stats.generated_tokens == sum(len(row.generated) for row in rows) == 3 * COUNT
-    assert sum(stats.acceptance_histogram.values()) == stats.verified_rows
+    assert sum(stats.acceptance_histogram.values()) == stats.spec_steps <= stats.verified_rows
     assert stats.accepted == sum(n * count for n, count in stats.acceptance_histogram.items()) <= stats.drafted
     assert 0 < stats.kv_read_share < 1
 
@@ -236,3 +236,18 @@ def test_nan_logits_end_the_sequence_with_an_error(monkeypatch: pytest.MonkeyPat
     assert rows[0].finish_reason == "error" and rows[0].error and "NaN" in rows[0].error
     assert rows[1].finish_reason == "length"
     assert sum(event.finish_reason == "error" for event in events) == 1
+
+
+def test_after_a_cut_the_draft_still_sees_the_recent_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    plain = backend.extend
+
+    def watched(token_set: object, starts: object, stops: object) -> object:
+        made = plain(token_set, starts, stops)  # type: ignore[arg-type]
+        for b, stop in enumerate(stops):  # type: ignore[arg-type, var-annotated]
+            seen.append(set(range(max(0, stop - 6), stop)) <= set(made.indices[b, : made.counts[b]].tolist()))
+        return made
+
+    monkeypatch.setattr(backend, "extend", watched)
+    run(make_engine(options("exact", exact_block=12), "draft"), PROMPTS[:1], RequestOptions(max_tokens=40))
+    assert seen and all(seen)

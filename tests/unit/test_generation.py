@@ -115,3 +115,40 @@ def test_bad_options_name_the_value(options: dict[str, object]) -> None:
 
 def test_defaults_are_readable() -> None:
     assert defaults(EngineOptions)["budget"] == 1024
+
+
+def test_a_seed_repeats_in_auto_whatever_the_clock_says() -> None:
+    request = RequestOptions(max_tokens=9, sampling=SamplingOptions(temperature=1.0, seed=3))
+    assert session(mode="auto").generate(PROMPT, request).tokens == session(mode="ar").generate(PROMPT, request).tokens
+    result = session(True, mode="auto").generate(PROMPT, request)
+    assert result.tokens == session(True, mode="dense").generate(PROMPT, request).tokens
+    assert any("seed repeats" in text for text in result.stats.warnings)
+
+
+def test_stopping_while_the_prompt_is_read_keeps_what_was_read() -> None:
+    warm = session(mode="ar", prefill_chunk=8)
+    warm.prefix_cache = True
+
+    def give_up(done: int, total: int) -> None:
+        if done >= 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(warm.stream_generate(PROMPT, REQUEST, progress=give_up))
+    answer = list(warm.stream_generate(PROMPT, REQUEST))
+    assert answer[-1].stats.reused_prompt_tokens >= 14
+    assert [r.token for r in answer] == list(greedy(PROMPT, 9))
+
+
+def test_a_conversation_never_asks_for_more_than_max_kv_size() -> None:
+    warm = session(mode="ar", max_kv_size=60)
+    warm.prefix_cache = True
+    list(warm.stream_generate(PROMPT, REQUEST))
+    assert warm._kept is not None and warm._kept[1].capacity <= 60
+
+
+def test_each_request_gets_the_logprobs_it_asked_for() -> None:
+    requests = [RequestOptions(max_tokens=3, top_logprobs=0), RequestOptions(max_tokens=3, top_logprobs=5), REQUEST]
+    results = session(mode="ar").batch_generate([PROMPT] * 3, requests)
+    assert [len(r.logprobs[0].top_tokens) for r in results[:2]] == [0, 5]
+    assert results[2].logprobs == []
