@@ -100,8 +100,8 @@ class Memory:
 
     device: str
     tokens: int
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    layout: str = "interleaved"
+    buffers: list[torch.Tensor] = field(default_factory=list)
     draft_keys: list[torch.Tensor] = field(default_factory=list)
     workspace: AttentionWorkspace | None = None
 
@@ -110,14 +110,23 @@ class Memory:
             return torch.empty(count, dtype=DTYPE, device=self.device).normal_()
 
         for _ in range(LAYERS_HELD):
-            self.keys.append(random(self.tokens * LARGE.row_elements))
-            self.values.append(random(self.tokens * LARGE.row_elements))
+            self.buffers.append(random(2 * self.tokens * LARGE.row_elements))
         self.draft_keys = [random(2 * self.tokens * DRAFT.row_elements) for _ in range(3)]
         self.workspace = AttentionWorkspace(132 * 8 * 128, 128, 1 << 16, self.device)
 
-    def pool(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """A buffer as pages [pages, PAGE, Hkv, D]."""
-        return buffer.view(-1, PAGE, shape.kv_heads, shape.dim)
+    def pools(self, layer: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer as pages [pages, PAGE, Hkv, D]: two halves of a buffer, or side by side for each head."""
+        if self.layout == "interleaved":
+            both = self.buffers[layer].view(-1, PAGE, shape.kv_heads, 2, shape.dim)
+            return both[:, :, :, 0], both[:, :, :, 1]
+        both = self.buffers[layer].view(2, -1, PAGE, shape.kv_heads, shape.dim)
+        return both[0], both[1]
+
+    def draft_pool(self, layer: int) -> torch.Tensor:
+        """K of a draft layer; half of its buffer's rows when K and V are interleaved."""
+        if self.layout == "interleaved":
+            return self.draft_keys[layer].view(-1, PAGE, DRAFT.kv_heads, 2, DRAFT.dim)[:, :, :, 0]
+        return self.draft_keys[layer].view(2, -1, PAGE, DRAFT.kv_heads, DRAFT.dim)[0]
 
 
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -150,6 +159,26 @@ def time_us(launches: list[Launch], repeats: int = 9) -> float:
     return statistics.median(times)
 
 
+def together(first: list[Launch], second: list[Launch], side: Any) -> Launch:
+    """One launch that runs two lists on two streams and joins them (the branches of a graph)."""
+
+    def launch() -> None:
+        if INTERPRETED:
+            for each in (*first, *second):
+                each()
+            return
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for each in second:
+                each()
+        for each in first:
+            each()
+        here.wait_stream(side)
+
+    return launch
+
+
 def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
     """|got - want| / |want| in float64; infinite when not finite."""
     error = float((got.double() - want.double()).norm() / want.double().norm())
@@ -171,7 +200,7 @@ class Round:
         slices = max(1, min(total // (batch * pages), 10))
         order = torch.randperm(total, device=device, dtype=torch.int32)[: slices * batch * pages]
         self.tables = list(order.reshape(slices, batch, pages).contiguous())
-        order = torch.randperm(2 * memory.tokens // PAGE, device=device, dtype=torch.int32)[: batch * pages]
+        order = torch.randperm(memory.tokens // PAGE, device=device, dtype=torch.int32)[: batch * pages]
         self.draft_table = order.reshape(batch, pages)
         self.q = [self.queries(TOKENS, self.shape.heads, self.shape.dim) for _ in range(LAYERS_HELD)]
         self.out = torch.empty_like(self.q[0])
@@ -190,6 +219,7 @@ class Round:
         self.set_target_scoring(None, None)
         self.set_draft_scoring(None, None)
         self.select_scratch = SelectWorkspace(batch, self.length, case.budget, self.by_draft, device)
+        self.side = None if INTERPRETED else torch.cuda.Stream()
         self.sparse_config: AttentionConfig | None = None
         self.dense_config: AttentionConfig | None = None
 
@@ -202,24 +232,23 @@ class Round:
     def set_target_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
         shape = (self.case.batch, 1, self.target_groups, self.length, self.shape.dim, DTYPE)
         scratch = workspace_for(*shape, keep, config)
-        self.target_scoring = {"keep_logits": keep, "config": config, "workspace": scratch}
+        self.target_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
 
     def set_draft_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
         shape = (self.case.batch, TOKENS - 1, self.draft_groups, self.length, DRAFT.dim, DTYPE)
         scratch = workspace_for(*shape, keep, config)
-        self.draft_scoring = {"keep_logits": keep, "config": config, "workspace": scratch}
+        self.draft_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
 
     def score_target(self, layer: int) -> None:
         score_heads(
-            self.history, self.memory.pool(self.memory.keys[layer], self.shape), self.tables[0], self.lengths,
-            self.target_groups, self.target_scores, num_rows=self.target_rows, weight=1 / self.case.target_layers,
-            add=layer > 0, **self.target_scoring,
+            self.history, self.pools(layer)[0], self.tables[0], self.lengths, self.target_groups,
+            self.target_scores, num_rows=self.target_rows, weight=1 / self.case.target_layers, add=layer > 0, **self.target_scoring,
         )  # fmt: skip
 
     def score_draft(self, layer: int) -> None:
         score_heads(
-            self.lookahead, self.memory.pool(self.memory.draft_keys[layer], DRAFT), self.draft_table, self.lengths,
-            self.draft_groups, self.draft_scores, num_rows=self.draft_rows, weight=1 / 3,
+            self.lookahead, self.memory.draft_pool(layer), self.draft_table, self.lengths, self.draft_groups,
+            self.draft_scores, num_rows=self.draft_rows, weight=1 / 3,
             add=layer > 0, **self.draft_scoring,
         )  # fmt: skip
 
@@ -237,8 +266,9 @@ class Round:
         )  # fmt: skip
 
     def scoring(self) -> list[Launch]:
+        """Target and draft scores, two branches of the graph."""
         target = [lambda i=i: self.score_target(i) for i in range(self.case.target_layers)]
-        return [*target, *(lambda i=i: self.score_draft(i) for i in range(3))]
+        return [together([lambda i=i: self.score_draft(i) for i in range(3)], target, self.side)]
 
     def selection(self) -> list[Launch]:
         return [*self.scoring(), self.choose, self.translate]
@@ -251,8 +281,7 @@ class Round:
             self.translate(part)
 
     def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        held = layer % LAYERS_HELD
-        return self.memory.pool(self.memory.keys[held], self.shape), self.memory.pool(self.memory.values[held], self.shape)
+        return self.memory.pools(layer % LAYERS_HELD, self.shape)
 
     def sparse_layer(self, layer: int) -> None:
         part = (layer // LAYERS_HELD) % len(self.tables)
@@ -279,7 +308,7 @@ class Round:
         """torch's call over contiguous [B, Hkv, S, D] keys, g * T rows a kv head."""
         batch, shape = self.case.batch, self.shape
         held, size = layer % LAYERS_HELD, batch * shape.kv_heads * self.case.context * shape.dim
-        k, v = (x[held][:size].view(batch, shape.kv_heads, -1, shape.dim) for x in (self.memory.keys, self.memory.values))
+        k, v = (half[:size].view(batch, shape.kv_heads, -1, shape.dim) for half in self.memory.buffers[held].chunk(2))
         q = self.q[held].view(batch, shape.kv_heads, -1, shape.dim)
         F.scaled_dot_product_attention(q, k, v)
 
@@ -343,20 +372,17 @@ def gate_selection(run: Round) -> float:
 def candidates(case: Case, kind: str) -> list[AttentionConfig]:
     """What `--tune` tries."""
     group = case.batch * case.shape.kv_heads
+    near = [2**i for i in range(6) if 64 <= 2**i * group <= 528 or (group == 8 and 8 <= 2**i <= 16)]
     if kind == "dense":
-        splits = [1, 2, 4, 8, 16, 33]
-        tiles = [(64, 5), (32, 5)]
-    else:
-        splits = [1, 2, 4, 8]
-        tiles = [(64, 3), (64, 5), (64, 7), (32, 5), (32, 7), (32, 9)]
+        counts = [*near[:1], 33] if group == 8 else near[:2]
+        return [AttentionConfig(64, 64, 4, 5, waves=(n * group + 0.01) / 132, fused_splits=8) for n in counts]
     found = []
-    for block_n, stages in tiles:
-        for count in splits:
-            if count * group > 132 * 4 or count * group < 60 and count != max(splits):
-                continue
-            waves = (count * group + 0.01) / 132
-            for fused in (8, 0) if count > 1 and kind == "sparse" or count > 8 else (64,):
-                found.append(AttentionConfig(64, block_n, 4, stages, waves=waves, fused_splits=fused))
+    for block_n, stages in ((64, 5), (64, 7), (32, 7), (32, 9), (32, 5)):
+        for splits in near[:2]:
+            for fused in (8, 0) if splits > 1 and group <= 64 else (8,):
+                for early in (0, 6 << 20, 12 << 20, 24 << 20):
+                    waves = (splits * group + 0.01) / 132
+                    found.append(AttentionConfig(64, block_n, 4, stages, waves, fused, prefetch_bytes=early))
     return found
 
 
@@ -381,8 +407,8 @@ def tune(run: Round, kind: str) -> AttentionConfig:
 SCORE_CANDIDATES = [
     (keep, ScoreConfig(block_n, mass_n, tiles, chunk, stages, warps))
     for block_n, mass_n, tiles, chunk, stages, warps in (
-        (128, 128, 1, 1024, 3, 4), (64, 64, 1, 512, 3, 4), (64, 128, 1, 1024, 5, 2), (32, 128, 2, 512, 3, 1),
-        (64, 64, 4, 512, 3, 1), (64, 64, 8, 1024, 5, 2), (128, 128, 4, 2048, 5, 4), (64, 128, 2, 512, 3, 2),
+        (64, 64, 1, 1024, 5, 2), (64, 64, 4, 512, 3, 1), (64, 64, 8, 1024, 5, 2), (64, 64, 4, 1024, 5, 1),
+        (128, 128, 2, 2048, 5, 4), (64, 64, 16, 2048, 7, 2), (32, 32, 8, 1024, 5, 1),
     )
     for keep in (True, False)
 ]  # fmt: skip
@@ -412,7 +438,7 @@ def describe(config: AttentionConfig) -> str:
     merge = "fused" if config.fused_splits else "separate"
     return (
         f"tile {config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages, "
-        f"waves {config.waves:.2f}, {merge} merge"
+        f"waves {config.waves:.2f}, {merge} merge, {config.prefetch_bytes >> 20} MiB early"
     )
 
 
@@ -447,14 +473,18 @@ def flashinfer_us(run: Round) -> tuple[float, str]:
     return time_us([lambda i=i: wrapper.run(flat[i], run.pools(i)) for i in range(4)], 3) / 4, "FlashInfer"
 
 
-def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict, tuned: bool) -> dict[str, Any]:
+def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict[Any, Any], tuned: bool) -> dict[str, Any]:
     """One row, or ClickException when a result is off its reference."""
     run = Round(case, memory)
     run.start()
-    key = (case.shape, case.context, case.batch)
+    key, scored = (case.shape, case.context, case.batch), baselines.setdefault("scoring", {})
     scoring_config = "shipped"
     if tuned:
-        scoring_config = tune_scoring(run)
+        if key not in scored:
+            scored[key] = tune_scoring(run), run.target_scoring, run.draft_scoring
+        scoring_config, target, draft = scored[key]
+        run.set_target_scoring(target["keep_weights"], target["config"])
+        run.set_draft_scoring(draft["keep_weights"], draft["config"])
         run.start()
         run.sparse_config = tune(run, "sparse")
         run.dense_config = baselines[key]["config"] if key in baselines else tune(run, "dense")
@@ -480,6 +510,7 @@ def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict, tuned
         "card": torch.cuda.get_device_name() if not INTERPRETED else "interpreter",
         "shape": f"{case.shape.name}, {case.shape.layers} layers",
         "weights": "random",
+        "kv_layout": memory.layout,
         "context": case.context,
         "batch": case.batch,
         "query_rows": TOKENS,
@@ -513,20 +544,28 @@ def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict, tuned
 
 def copy_tb_per_s(memory: Memory) -> float:
     """Bytes read and written a second by a device copy of one pool."""
-    source = memory.keys[0]
-    elapsed = time_us([lambda i=i: memory.keys[i].copy_(memory.values[i]) for i in range(1, 5)])
-    return 4 * 2 * source.numel() * source.element_size() / elapsed / 1e6
+    source, target = memory.buffers[0], memory.buffers[1]
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return 2 * source.numel() * source.element_size() / statistics.median(times[1:]) / 1e6
 
 
 @click.command()
 @click.option("--only", default="", help="Run the cases whose 'shape context batch budget' contains this text.")
 @click.option("--tune/--no-tune", "tuned", default=False, help="Try several launch configurations for each case and keep the best.")
+@click.option("--layout", type=click.Choice(["interleaved", "separate"]), default="interleaved", show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=rows.RESULTS / "attention.jsonl", show_default=True)
-def main(only: str, tuned: bool, output: Path) -> None:
+def main(only: str, tuned: bool, layout: str, output: Path) -> None:
     """Sparse verification attention, selection included, against tuned dense attention on one GPU."""
     if not torch.cuda.is_available() and not INTERPRETED:
         raise click.ClickException("needs an NVIDIA GPU")
-    memory = Memory("cuda", 32 * 32768)
+    memory = Memory("cuda", 32 * 32768, layout)
     copy_rate = copy_tb_per_s(memory)
     click.echo(f"copy {copy_rate:.2f} TB/s", err=True)
     done: list[dict[str, Any]] = []

@@ -13,9 +13,10 @@ from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, ch
 def append_kv_kernel(
     k_new, v_new, k_pool, v_pool, page_table, lengths, num_tokens,
     stride_kb, stride_kt, stride_vb, stride_vt, stride_pt, T,
-    ROW: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, sequence): one contiguous row of Hkv * D."""
+    """Program (token, sequence): one row of Hkv * D."""
     begin_dependent(PDL)
     t = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
@@ -25,9 +26,10 @@ def append_kv_kernel(
     page = tl.load(page_table + b * stride_pt + position // PAGE).to(tl.int64)
     base = (page * PAGE + position % PAGE) * ROW
     column = tl.arange(0, BLOCK)
-    inside = column < ROW
-    tl.store(k_pool + base + column, tl.load(k_new + b * stride_kb + t * stride_kt + column, mask=inside), mask=inside)
-    tl.store(v_pool + base + column, tl.load(v_new + b * stride_vb + t * stride_vt + column, mask=inside), mask=inside)
+    inside = column < HKV * D
+    target = base + column // D * HEAD + column % D
+    tl.store(k_pool + target, tl.load(k_new + b * stride_kb + t * stride_kt + column, mask=inside), mask=inside)
+    tl.store(v_pool + target, tl.load(v_new + b * stride_vb + t * stride_vt + column, mask=inside), mask=inside)
 
 
 def append_kv(
@@ -57,5 +59,6 @@ def append_kv(
     append_kv_kernel[(tokens, batch)](
         k_new, v_new, k_pool, v_pool, page_table, lengths, num_tokens,
         k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1), page_table.stride(0), tokens,
-        ROW=heads * dim, BLOCK=power_of_two(heads * dim), PAGE=k_pool.shape[1], PDL=bool(options), num_warps=4, **options,
+        HKV=heads, D=dim, BLOCK=power_of_two(heads * dim), PAGE=k_pool.shape[1], ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
+        PDL=bool(options), num_warps=4, **options,
     )  # fmt: skip

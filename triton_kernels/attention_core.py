@@ -28,7 +28,7 @@ class AttentionConfig:
     fused_splits: int = 8  # up to this many splits merge in the last program, more in a second kernel
     max_splits: int = 64
     dependent: bool = True  # programmatic dependent launch
-    prefetch: bool = True  # sparse: ask the L2 for all rows of a program before waiting for the kernel before
+    prefetch_bytes: int = 0  # sparse: ask the L2 for so many bytes of K and V before waiting for the kernel before
 
 
 class AttentionWorkspace:

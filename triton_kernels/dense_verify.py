@@ -35,7 +35,8 @@ def dense_verify_kernel(
     stride_qb, stride_qt, stride_qh, stride_pt, T, window, scale_log2, softcap,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ROW: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, key split, row tile, kv head); neighbours share the sequence's pages."""
     begin_dependent(PDL)
@@ -71,13 +72,12 @@ def dense_verify_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pages = page_table + b.to(tl.int64) * stride_pt
-    row_size: tl.constexpr = HKV * D
     keys = tl.arange(0, BLOCK_N)
     # Every row sees every key up to length + first_row: those tiles need no mask.
     plain_stop = begin if WINDOW else tl.maximum(tl.minimum((length + first_row + 1) // BLOCK_N * BLOCK_N, stop), begin)
     for start in range(begin, plain_stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * row_size + h * D
+        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * ROW + h * HEAD
         if D == BLOCK_D:
             k = tl.load(k_pool + rows[None, :] + dims[:, None])
             v = tl.load(v_pool + rows[:, None] + dims[None, :])
@@ -87,7 +87,7 @@ def dense_verify_kernel(
         m_i, l_i, acc = attend_tile(q_tile, k, v, in_tile[:, None], m_i, l_i, acc, scale_log2, softcap, SOFTCAP, False, PRECISION)
     for start in range(plain_stop, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * row_size + h * D
+        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * ROW + h * HEAD
         position = start + keys
         stored = position < stop
         k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored[None, :] & in_head[:, None], other=0.0)
@@ -152,8 +152,9 @@ def dense_verify(
 ) -> torch.Tensor:
     """Attention of q [B, T, Hq, D] over committed keys [0, lengths[b]) and in-flight keys up to each row's own.
 
-    k_pool, v_pool [pages, page_size, Hkv, D]; page_table [B, max_pages] int32; lengths, num_tokens [B] int32 on the
-    device. In-flight K, V already lie at positions lengths[b] .. lengths[b] + num_tokens[b] - 1. Row t sees key j when
+    k_pool, v_pool [pages, page_size, Hkv, D] (rows may be strided, see check_pools); page_table [B, max_pages] int32;
+    lengths, num_tokens [B] int32 on the device. In-flight K, V already lie at positions lengths[b] .. lengths[b] +
+    num_tokens[b] - 1. Row t sees key j when
     j <= lengths[b] + t, and j > lengths[b] + t - window when `window` > 0. Rows at or beyond num_tokens[b] come out
     zero. `max_keys` bounds lengths + T (default: what the page table holds) and only steers the number of splits.
     Returns [B, T, Hq, D]. Nothing is allocated when `out` and `workspace` are passed. Raises ValueError on bad input.
@@ -182,8 +183,9 @@ def dense_verify(
         q, k_pool, v_pool, page_table, lengths, num_tokens, out, workspace.outputs, workspace.stats, workspace.counters,
         q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), tokens, window, scale * math.log2(math.e), softcap,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PAGE=page_size,
-        SPLITS=launch.splits, ROW_TILES=launch.row_tiles, WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused,
-        PRECISION=precision_of(q.dtype), PDL=dependent, **options,
+        SPLITS=launch.splits, ROW_TILES=launch.row_tiles, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
+        WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PDL=dependent,
+        **options,
     )  # fmt: skip
     if launch.splits > 1 and not launch.fused:
         chunk = min(config.block_m, 4)

@@ -17,7 +17,7 @@ def rope_append_kernel(
     q, k, v, q_out, k_pool, v_pool, page_table, lengths, num_tokens, cos, sin, q_norm, k_norm,
     stride_qb, stride_qt, stride_kb, stride_kt, stride_vb, stride_vt, stride_pt, T, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK_H: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, sequence, block of BLOCK_H heads); blocks run over query heads, then over kv heads."""
     begin_dependent(PDL)
@@ -62,7 +62,7 @@ def rope_append_kernel(
             x = x * inverse * tl.load(k_norm + d, mask=in_head, other=0.0).to(tl.float32)[None, :]
             y = y * inverse * tl.load(k_norm + partner, mask=rotated, other=0.0).to(tl.float32)[None, :]
         page = tl.load(page_table + b * stride_pt + position // PAGE).to(tl.int64)
-        row = ((page * PAGE + position % PAGE) * HKV + heads)[:, None] * D + d[None, :]
+        row = ((page * PAGE + position % PAGE) * ROW + heads * HEAD)[:, None] + d[None, :]
         tl.store(k_pool + row, (x * c[None, :] + y * (sign * s)[None, :]).to(k_pool.dtype.element_ty), mask=mask)
         tl.store(v_pool + row, tl.load(v + b * stride_vb + t * stride_vt + heads[:, None] * D + d[None, :], mask=mask), mask=mask)
 
@@ -121,6 +121,7 @@ def rope_append(
         cos if q_norm is None else q_norm, cos if k_norm is None else k_norm,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), page_table.stride(0), tokens, norm_eps,
         HQ=num_heads, HKV=num_kv_heads, D=dim, BLOCK_D=power_of_two(dim), ROTARY=rotary, BLOCK_H=block,
-        PAGE=k_pool.shape[1], NORM=q_norm is not None, PDL=bool(options), num_warps=4, **options,
+        PAGE=k_pool.shape[1], ROW=k_pool.stride(1), HEAD=k_pool.stride(2), NORM=q_norm is not None, PDL=bool(options),
+        num_warps=4, **options,
     )  # fmt: skip
     return out

@@ -80,15 +80,22 @@ def check_tensor(
 
 
 def check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor | None, page_table: torch.Tensor, batch: int) -> None:
-    """Check a paged cache: pools [pages, page_size, Hkv, D], page_table [B, max_pages] int32."""
-    check_tensor("k_pool", k_pool, (None, None, None, None), FLOAT_DTYPES)
+    """Check a paged cache: pools [pages, page_size, Hkv, D], page_table [B, max_pages] int32.
+
+    A pool may be a view of one buffer that holds K and V side by side: rows and heads may be strided, pages may not.
+    """
+    check_tensor("k_pool", k_pool, (None, None, None, None), FLOAT_DTYPES, contiguous=False)
+    if k_pool.stride(0) != k_pool.shape[1] * k_pool.stride(1) or k_pool.stride(1) < k_pool.shape[2] * k_pool.stride(2):
+        raise ValueError(f"k_pool: expected rows of equal distance, heads inside them, got strides {k_pool.stride()}")
     page_size, head_dim = k_pool.shape[1], k_pool.shape[3]
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"k_pool: expected a page size that is a power of two, got {page_size}")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"k_pool: expected head_dim in {HEAD_DIMS}, got {head_dim}")
     if v_pool is not None:
-        check_tensor("v_pool", v_pool, tuple(k_pool.shape), (k_pool.dtype,), k_pool)
+        check_tensor("v_pool", v_pool, tuple(k_pool.shape), (k_pool.dtype,), k_pool, contiguous=False)
+        if v_pool.stride() != k_pool.stride():
+            raise ValueError(f"v_pool: expected the strides of k_pool {k_pool.stride()}, got {v_pool.stride()}")
     check_tensor("page_table", page_table, (batch, None), (torch.int32,), k_pool, contiguous=False)
 
 

@@ -1,8 +1,9 @@
 """Mean softmax mass that a few query heads put on every committed token (METHOD section 3.1, both signals).
 
-Pass 1 reads each K row once for all rows and heads that share its kv head, keeps the logits (4 bytes a row, far less
-than the K row when few rows score) and each chunk's (max, sum). Pass 2 turns logits into mass with the exact
-log-sum-exp and adds up rows and heads in fixed order. Without `keep_logits` pass 2 reads K again instead.
+Pass 1 reads each K row once for all rows and heads that share its kv head and keeps, for every tile, the weights
+relative to the maximum so far (2 bytes a row and key, 4 for fp32 inputs) and each chunk's (max, sum); the last chunk to
+arrive combines those, in chunk order, to the exact log-sum-exp. Pass 2 rescales the weights and adds up rows and heads
+in fixed order. Without `keep_weights` pass 2 reads K again instead, which pays when many rows score.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ class ScoreConfig:
 
 
 class ScoreWorkspace:
-    """Scratch of one scoring call, reusable by the next: logits (optional), chunk statistics, log-sum-exp, counters."""
+    """Scratch of one scoring call, reusable by the next: weights and their tile maxima (optional), statistics, counters."""
 
-    def __init__(self, num_logits: int, num_stats: int, num_lanes: int, device: torch.device | str) -> None:
-        self.logits = torch.empty(max(num_logits, 1), dtype=torch.float32, device=device)
+    def __init__(
+        self, num_weights: int, num_tops: int, num_stats: int, num_lanes: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        kept = torch.float32 if dtype == torch.float32 else torch.float16
+        self.weights = torch.empty(max(num_weights, 1), dtype=kept, device=device)
+        self.tops = torch.empty(max(num_tops, 1), dtype=torch.float32, device=device)
         self.stats = torch.empty(max(num_stats, 1), dtype=torch.float32, device=device)
         self.lse = torch.empty(num_lanes, dtype=torch.float32, device=device)
         self.counters = torch.zeros(num_lanes, dtype=torch.int32, device=device)
@@ -76,12 +81,11 @@ class ScoreWorkspace:
 @triton.jit
 def head_logits(
     q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
-    HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    ROW: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Base-2 logits [M, BLOCK_N] of keys start + [0, BLOCK_N); -inf at and beyond `length` when MASKED."""
-    row_size: tl.constexpr = HKV * D
-    rows = locate(pages, start, keys, length, PAGE, BLOCK_N) * row_size + kv * D
+    rows = locate(pages, start, keys, length, PAGE, BLOCK_N) * ROW + kv * HEAD
     if MASKED:
         stored = (start + keys < length)[None, :] & (dims < D)[:, None]
         k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored, other=0.0)
@@ -115,9 +119,9 @@ def load_queries(
 
 @triton.jit
 def score_logits_kernel(
-    q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, logits, lse, stats, counters,
+    q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, weights, tops, lse, stats, counters,
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, num_chunks, scale_log2, softcap,
-    KVH: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    KVH: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -140,29 +144,35 @@ def score_logits_kernel(
     # Sums stay spread over the columns of a tile until the end: one reduction less in every step.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     lane = (b.to(tl.int64) * KVH + group) * BLOCK_M + m
-    kept = logits + lane[:, None] * nmax + keys[None, :]
+    kept = weights + lane[:, None] * nmax + keys[None, :]
+    kept_tops = tops + lane * tl.cdiv(nmax, BLOCK_N)
     stop = tl.minimum((chunk + 1) * CHUNK, length)
     full_stop = chunk * CHUNK + (stop - chunk * CHUNK) // BLOCK_N * BLOCK_N
     for start in range(chunk * CHUNK, full_stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         s = head_logits(
             q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
-            HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, False, PRECISION,
+            ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, False, PRECISION,
         )  # fmt: skip
-        if KEEP:
-            tl.store(kept + start, s, mask=valid[:, None])
         m_new = tl.maximum(m_i, tl.max(s, 1))
-        sums = sums * tl.exp2(m_i - m_new)[:, None] + tl.exp2(s - m_new[:, None])
+        p = tl.exp2(s - m_new[:, None])
+        if KEEP:
+            tl.store(kept + start, p.to(weights.dtype.element_ty), mask=valid[:, None])
+            tl.store(kept_tops + start // BLOCK_N, m_new, mask=valid)
+        sums = sums * tl.exp2(m_i - m_new)[:, None] + p
         m_i = m_new
     if full_stop < stop:
         s = head_logits(
             q_tile, k_pool, pages, full_stop, keys, length, kv, dims, scale_log2, softcap,
-            HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+            ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
         )  # fmt: skip
-        if KEEP:
-            tl.store(kept + full_stop, s, mask=valid[:, None] & (full_stop + keys < length)[None, :])
         m_new = tl.maximum(m_i, tl.max(s, 1))
-        sums = sums * tl.exp2(m_i - m_new)[:, None] + tl.exp2(s - m_new[:, None])
+        p = tl.exp2(s - m_new[:, None])
+        if KEEP:
+            inside = valid[:, None] & (full_stop + keys < length)[None, :]
+            tl.store(kept + full_stop, p.to(weights.dtype.element_ty), mask=inside)
+            tl.store(kept_tops + full_stop // BLOCK_N, m_new, mask=valid)
+        sums = sums * tl.exp2(m_i - m_new)[:, None] + p
         m_i = m_new
     l_i = tl.sum(sums, 1)
     base = (lane * num_chunks + chunk) * 2
@@ -175,19 +185,28 @@ def score_logits_kernel(
         chunks = tl.arange(0, BLOCK_C)
         base_all = (lane[:, None] * num_chunks + chunks[None, :]) * 2
         used = valid[:, None] & (chunks < used_chunks)[None, :]
-        tops = tl.load(stats + base_all, mask=used, other=float("-inf"), cache_modifier=".cg")
+        best = tl.load(stats + base_all, mask=used, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(stats + base_all + 1, mask=used, other=0.0, cache_modifier=".cg")
-        top = tl.where(valid, tl.max(tops, 1), 0.0)
-        total = tl.sum(parts * tl.exp2(tops - top[:, None]), 1)
+        top = tl.where(valid, tl.max(best, 1), 0.0)
+        total = tl.sum(parts * tl.exp2(best - top[:, None]), 1)
         tl.store(lse + lane, top + tl.log2(tl.where(valid, total, 1.0)), mask=valid)
         tl.store(counter, 0)
 
 
 @triton.jit
+def kept_mass(weights, tops, rows, lse, valid, position, tile, length, nmax, BLOCK_N: tl.constexpr):
+    """Mass [BLOCK_N] of one kv group from the weights that pass 1 kept of a tile."""
+    mask = valid[:, None] & (position < length)[None, :]
+    p = tl.load(weights + rows[:, None] * nmax + position[None, :], mask=mask, other=0.0).to(tl.float32)
+    top = tl.load(tops + rows * tl.cdiv(nmax, BLOCK_N) + tile, mask=valid, other=0.0)
+    return tl.sum(p * tl.exp2(top - lse)[:, None], 0)
+
+
+@triton.jit
 def score_mass_kernel(
-    q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, logits, lse, scores,
+    q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, weights, tops, lse, scores,
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, scale_log2, softcap, weight,
-    KVH: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    KVH: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -221,28 +240,26 @@ def score_mass_kernel(
         mass = tl.zeros([BLOCK_N], tl.float32)
         if KVH == 1:
             if KEEP:
-                mask = valid[:, None] & (position < length)[None, :]
-                s = tl.load(logits + lane[:, None] * nmax + position[None, :], mask=mask, other=float("-inf"))
+                mass = kept_mass(weights, tops, lane, shift, valid, position, start // BLOCK_N, length, nmax, BLOCK_N)
             else:
                 s = head_logits(
                     q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
-                    HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+                    ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
                 )  # fmt: skip
-            mass = tl.sum(tl.exp2(s - shift[:, None]), 0)
+                mass = tl.sum(tl.exp2(s - shift[:, None]), 0)
         else:
             for group in range(KVH):
                 q_group, used = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
                 rows = lane + group * BLOCK_M
                 offset = tl.load(lse + rows, mask=used, other=float("inf"))
                 if KEEP:
-                    mask = used[:, None] & (position < length)[None, :]
-                    s = tl.load(logits + rows[:, None] * nmax + position[None, :], mask=mask, other=float("-inf"))
+                    mass += kept_mass(weights, tops, rows, offset, used, position, start // BLOCK_N, length, nmax, BLOCK_N)
                 else:
                     s = head_logits(
                         q_group, k_pool, pages, start, keys, length, tl.load(kv_heads + group), dims, scale_log2, softcap,
-                        HKV, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+                        ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
                     )  # fmt: skip
-                mass += tl.sum(tl.exp2(s - offset[:, None]), 0)
+                    mass += tl.sum(tl.exp2(s - offset[:, None]), 0)
         mass = mass * share
         if ADD:
             mass += tl.load(row_scores + position, mask=position < length, other=0.0)
@@ -264,7 +281,7 @@ def score_heads(
     add: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
-    keep_logits: bool | None = None,
+    keep_weights: bool | None = None,
     workspace: ScoreWorkspace | None = None,
     config: ScoreConfig | None = None,
 ) -> torch.Tensor:
@@ -281,35 +298,36 @@ def score_heads(
     check_pools(k_pool, None, page_table, batch)
     check_counts(batch, q, lengths=lengths, num_rows=num_rows)
     check_tensor("scores", scores, (batch, None), (torch.float32,), q)
-    page_size, num_kv_heads = k_pool.shape[1], k_pool.shape[2]
+    page_size = k_pool.shape[1]
     nmax = scores.shape[1]
     if nmax > page_table.shape[1] * page_size:
         raise ValueError(f"scores: expected at most {page_table.shape[1] * page_size} columns (the page table), got {nmax}")
     kv_groups, per_group = groups.heads.shape
-    shape = _shape(batch, rows, groups, nmax, dim, q.dtype, keep_logits, config)
+    shape = _shape(batch, rows, groups, nmax, dim, q.dtype, keep_weights, config)
     if workspace is None:
-        workspace = ScoreWorkspace(shape.num_logits, shape.num_stats, shape.num_lanes, q.device)
-    have = (workspace.logits.numel(), workspace.stats.numel(), workspace.lse.numel())
-    need = (shape.num_logits, shape.num_stats, shape.num_lanes)
+        workspace = shape.workspace(q.dtype, q.device)
+    have = (workspace.weights.numel(), workspace.tops.numel(), workspace.stats.numel(), workspace.lse.numel())
+    need = (shape.num_weights, shape.num_tops, shape.num_stats, shape.num_lanes)
     if any(h < n for h, n in zip(have, need, strict=True)):
-        raise ValueError(f"workspace: expected at least {need} logits, statistics and lanes, got {have}")
+        raise ValueError(f"workspace: expected at least {need} weights, tops, statistics, lanes, got {have}")
     scale = 1.0 / math.sqrt(dim) if scale is None else scale
     options = {} if INTERPRETED else {"launch_pdl": True}
     common = {
-        "KVH": kv_groups, "H": per_group, "HKV": num_kv_heads, "D": dim, "BLOCK_D": power_of_two(dim, 16),
+        "KVH": kv_groups, "H": per_group, "ROW": k_pool.stride(1), "HEAD": k_pool.stride(2), "D": dim,
+        "BLOCK_D": power_of_two(dim, 16),
         "BLOCK_M": shape.block_m, "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep,
         "PRECISION": precision_of(q.dtype), "PDL": bool(options), "num_warps": shape.config.num_warps,
         "num_stages": shape.config.num_stages, **options,
     }  # fmt: skip
     strides = (q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), nmax)
     scale_log2 = scale * math.log2(math.e)
-    inputs = (q, k_pool, page_table, lengths, num_rows, groups.kv_heads, groups.heads, workspace.logits, workspace.lse)
+    inputs = (q, k_pool, page_table, lengths, num_rows, groups.kv_heads, groups.heads, workspace.weights, workspace.tops)
     score_logits_kernel[(shape.num_chunks, kv_groups, batch)](
-        *inputs, workspace.stats, workspace.counters, *strides, shape.num_chunks, scale_log2, softcap,
+        *inputs, workspace.lse, workspace.stats, workspace.counters, *strides, shape.num_chunks, scale_log2, softcap,
         BLOCK_N=shape.config.block_n, BLOCK_C=power_of_two(shape.num_chunks), CHUNK=shape.chunk, **common,
     )  # fmt: skip
     score_mass_kernel[(triton.cdiv(nmax, shape.config.mass_n * shape.config.mass_tiles), batch)](
-        *inputs, scores, *strides, scale_log2, softcap, weight / groups.num_heads,
+        *inputs, workspace.lse, scores, *strides, scale_log2, softcap, weight / groups.num_heads,
         BLOCK_N=shape.config.mass_n, TILES=shape.config.mass_tiles, ADD=add, **common,
     )  # fmt: skip
     return scores
@@ -321,10 +339,14 @@ class _Shape:
     block_m: int
     chunk: int
     num_chunks: int
-    num_logits: int
+    num_weights: int
+    num_tops: int
     num_stats: int
     num_lanes: int
     keep: bool
+
+    def workspace(self, dtype: torch.dtype, device: torch.device | str) -> ScoreWorkspace:
+        return ScoreWorkspace(self.num_weights, self.num_tops, self.num_stats, self.num_lanes, dtype, device)
 
 
 def _shape(
@@ -342,8 +364,8 @@ def _shape(
     if block_m > 128:
         raise ValueError(f"q: expected rows * heads per kv head <= 128, got {rows} * {per_group}")
     if keep is None:
-        # Keeping costs a write and a read of 4 bytes a row; reading K again costs its row.
-        keep = 8 * rows * per_group <= dim * dtype.itemsize
+        # Keeping costs a write and a read of a weight for each row; reading K again costs its row.
+        keep = 2 * min(dtype.itemsize, 4) * rows * per_group <= dim * dtype.itemsize
     if config is None:
         wide = dtype == torch.float32 or block_m * dim > 8192
         width = 32 if wide else 64 if block_m > 16 else 128
@@ -352,9 +374,10 @@ def _shape(
     chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
     num_chunks = triton.cdiv(nmax, chunk)
     lanes = batch * kv_groups * block_m
-    return _Shape(
-        config, block_m, chunk, num_chunks, lanes * nmax if keep else 0, lanes * num_chunks * 2, lanes, keep
-    )  # fmt: skip
+    if keep and config.mass_n != config.block_n:
+        raise ValueError(f"config: expected mass_n = block_n when weights are kept, got {config.mass_n}, {config.block_n}")
+    weights, tops = (lanes * nmax, lanes * triton.cdiv(nmax, config.block_n)) if keep else (0, 0)
+    return _Shape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep)
 
 
 def workspace_for(
@@ -364,9 +387,9 @@ def workspace_for(
     nmax: int,
     dim: int,
     dtype: torch.dtype,
-    keep_logits: bool | None = None,
+    keep_weights: bool | None = None,
     config: ScoreConfig | None = None,
 ) -> ScoreWorkspace:
     """Scratch that fits score_heads for these shapes (nmax = columns of `scores`)."""
-    shape = _shape(batch, rows, groups, nmax, dim, dtype, keep_logits, config)
-    return ScoreWorkspace(shape.num_logits, shape.num_stats, shape.num_lanes, groups.heads.device)
+    shape = _shape(batch, rows, groups, nmax, dim, dtype, keep_weights, config)
+    return shape.workspace(dtype, groups.heads.device)

@@ -44,9 +44,10 @@ MAX_QUERY_ROWS = 64
 @triton.jit
 def sparse_verify_kernel(
     q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens, out, part_o, part_ml, counters,
-    stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap,
+    stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap, early,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr, ROW: tl.constexpr,
+    HEAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -57,15 +58,15 @@ def sparse_verify_kernel(
     split = (pid // (HKV * ROW_TILES)) % SPLITS
     b = pid // (HKV * ROW_TILES * SPLITS)
     slots += b.to(tl.int64) * stride_s
-    row_size: tl.constexpr = HKV * D
     if PREFETCH != "":
-        # Committed rows are older than the kernel before: fetch them while it ends. Nothing read here is used below.
+        # Committed rows are older than the kernel before: fetch the first `early` while it ends, no more than the L2
+        # can hold beside what that kernel reads. Nothing read here is used below.
         old_count = tl.load(slot_counts + b, cache_modifier=".cg")
         old_begin, old_stop, _ = sparse_split(old_count + T, split, SPLITS)
-        old_stop = tl.minimum(old_stop, old_count)
+        old_stop = tl.minimum(tl.minimum(old_stop, old_count), old_begin + early)
         for start in range(old_begin, old_stop, 128):
             entry = tl.minimum(start + tl.arange(0, 128), old_stop - 1)
-            old_rows = tl.load(slots + entry, cache_modifier=".cg").to(tl.int64) * row_size + h * D
+            old_rows = tl.load(slots + entry, cache_modifier=".cg").to(tl.int64) * ROW + h * HEAD
             prefetch_rows(k_pool + old_rows, PREFETCH)
             prefetch_rows(v_pool + old_rows, PREFETCH)
     begin_dependent(PDL)
@@ -97,7 +98,7 @@ def sparse_verify_kernel(
     for start in range(begin, stop, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
         stored = entry < stop
-        rows = tl.load(slots + entry, mask=stored, other=0).to(tl.int64) * row_size + h * D
+        rows = tl.load(slots + entry, mask=stored, other=0).to(tl.int64) * ROW + h * HEAD
         loaded = stored[:, None] & in_head[None, :] if D != BLOCK_D else stored[:, None]
         loaded_k = stored[None, :] & in_head[:, None] if D != BLOCK_D else stored[None, :]
         k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=loaded_k, other=0.0)
@@ -191,16 +192,19 @@ def sparse_verify(
     scale = 1.0 / math.sqrt(dim) if scale is None else scale
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
-    prefetch = prefetch_instruction(dim * q.element_size()) if config.prefetch and not INTERPRETED else ""
+    # Entries each split asks for early, so that all programs together ask for at most `prefetch_bytes`.
+    early = config.prefetch_bytes // (2 * dim * q.element_size() * batch * num_kv_heads * launch.splits)
+    prefetch = prefetch_instruction(dim * q.element_size()) if early > 0 and not INTERPRETED else ""
     block_d = power_of_two(dim, 16)
     sparse_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads,)](
         q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens,
         out, workspace.outputs, workspace.stats, workspace.counters,
         q.stride(0), q.stride(1), q.stride(2), slots.stride(0), indices.stride(0), tokens, window,
-        scale * math.log2(math.e), softcap,
+        scale * math.log2(math.e), softcap, early,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, UNIT=block_size,
-        SPLITS=launch.splits, ROW_TILES=launch.row_tiles, WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused,
-        PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent, **options,
+        SPLITS=launch.splits, ROW_TILES=launch.row_tiles, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
+        WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch,
+        PDL=dependent, **options,
     )  # fmt: skip
     if launch.splits > 1 and not launch.fused:
         chunk = min(config.block_m, 4)

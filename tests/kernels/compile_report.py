@@ -115,7 +115,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             yield (
                 f"score_heads keep={keep} {rows}x{heads} {num_heads}/{num_kv_heads}/{dim}",
                 lambda q=q, pool=pool, g=groups, s=scores, k=keep: score_heads(
-                    q, pool, table, one, g, s, num_rows=one, keep_logits=k
+                    q, pool, table, one, g, s, num_rows=one, keep_weights=k
                 ),
             )
     quota = {"num_sink_tokens": 4, "num_recent_tokens": 32}

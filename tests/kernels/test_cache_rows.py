@@ -33,6 +33,9 @@ def test_append(device: str) -> None:
         case, fed = build(device, dtype)
         k_new, v_new = torch.randn_like(case.k[:, :3]), torch.randn_like(case.k[:, :3])
         before = case.k_pool.isnan().sum()
+        # Views of one buffer with K and V side by side.
+        both = torch.stack([case.k_pool, case.v_pool], 3)
+        case.k_pool, case.v_pool = both[:, :, :, 0], both[:, :, :, 1]
         append_kv(k_new, v_new, case.k_pool, case.v_pool, case.page_table, case.lengths, fed)
         for b in range(3):
             for t in range(int(fed[b])):
@@ -64,6 +67,8 @@ def test_rope_append(device: str, norm: bool, share: int) -> None:
         packed = torch.randn(3, 3, (num_heads + 2 * num_kv_heads) * dim, device=device).to(dtype)
         q, k, v = packed.split([num_heads * dim, num_kv_heads * dim, num_kv_heads * dim], -1)
         q, k, v = (x.unflatten(-1, (-1, dim)) for x in (q, k, v))
+        both = torch.stack([case.k_pool, case.v_pool], 3)
+        case.k_pool, case.v_pool = both[:, :, :, 0], both[:, :, :, 1]
         angles = torch.rand(64, dim // 2 // share, device=device) * 6.28
         cos, sin = angles.cos(), angles.sin()
         weights = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]

@@ -18,7 +18,7 @@ def test_kernels_in_the_interpreter() -> None:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/kernels"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

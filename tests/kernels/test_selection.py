@@ -32,7 +32,7 @@ def test_scores(device: str, keep: bool, softcap: float) -> None:
         for add, factor in ((False, 0.5), (True, 1.0)):
             score_heads(
                 queries, case.k_pool, case.page_table, case.lengths, groups, scores,
-                num_rows=rows, weight=0.5, add=add, softcap=softcap, keep_logits=keep, workspace=workspace,
+                num_rows=rows, weight=0.5, add=add, softcap=softcap, keep_weights=keep, workspace=workspace,
             )  # fmt: skip
             inside = ~want.isinf()
             assert torch.equal(scores.isinf(), ~inside)
