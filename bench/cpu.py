@@ -287,6 +287,8 @@ def _memory_of_one_side(opts: dict[str, Any], context: int, batch: int) -> None:
 
 
 def _auto_dtype() -> str:
-    from dustin.backends.torch_triton.backend import auto_dtype
+    import torch
 
-    return auto_dtype()
+    from dustin.backends.torch_triton.loading import choose_dtype
+
+    return str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
