@@ -76,7 +76,7 @@ def score_heads(q: Any, k: Any, heads: Any, num_heads: int, lengths: Any, scale:
 
 def append_kv(
     k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, lengths: Any, num_tokens: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     """As metal_kernels.append_kv.append_kv by a scatter, which MLX does in place when nothing else holds the cache."""
     import mlx.core as mx
 
@@ -90,4 +90,59 @@ def append_kv(
     positions = mx.minimum(lengths + step, k_cache.shape[1] - 1)
     for cache, new in ((k_cache, k_new), (v_cache, v_new)):
         cache[where, positions] = mx.where(writes[:, :, None, None], new[where, step], cache[where, positions])
-    return k_cache, v_cache, mx.where(fits, lengths + num_tokens, -1)[:, 0]
+    return k_cache, v_cache, lengths[:, 0], mx.where(fits, lengths + num_tokens, -1)[:, 0]
+
+
+def _order_key(x: Any) -> Any:
+    """uint32 in the order of floats; both zeros are one value, NaN is the lowest."""
+    import mlx.core as mx
+
+    bits = mx.where(x == 0, mx.zeros((), mx.float32), x).view(mx.uint32)
+    key = mx.where(bits >> 31, ~bits, bits | (1 << 31))
+    return mx.where(mx.isnan(x), mx.zeros((), mx.uint32), key)
+
+
+def select_tokens(
+    target_scores: Any | None,
+    draft_scores: Any | None,
+    lengths: Any,
+    *,
+    budget: int,
+    num_sink_tokens: int,
+    num_recent_tokens: int,
+    num_draft_selected: int,
+) -> tuple[Any, Any]:
+    """As metal_kernels.select_tokens.select_tokens, by sorting (score, lower index) as one 64-bit key; lengths [B]."""
+    import mlx.core as mx
+
+    rest = budget - num_sink_tokens - num_recent_tokens
+    if target_scores is None and draft_scores is None:
+        return recent_tokens(lengths, budget, num_sink_tokens)
+    share = rest if target_scores is None else min(num_draft_selected, rest) if draft_scores is not None else 0
+    capacity = (draft_scores if target_scores is None else target_scores).shape[1]
+    slots, ends = mx.arange(capacity, dtype=mx.int32)[None], lengths[:, None]
+    held = (slots < ends) & ((slots < num_sink_tokens) | (slots >= ends - num_recent_tokens))
+    for scores, take in ((draft_scores, share), (target_scores, rest - share)):
+        if take == 0:
+            continue
+        low = (capacity - slots).astype(mx.uint64)  # never 0, so an open token beats every closed one
+        key = mx.where(
+            (slots < ends) & ~held, (_order_key(scores).astype(mx.uint64) << 32) | low, mx.zeros((), mx.uint64)
+        )
+        held = held | (key >= mx.maximum(mx.sort(key, axis=1)[:, -min(take, capacity), None], 1))
+    chosen = mx.sort(mx.where(held, slots, capacity), axis=1)[:, :budget]
+    if capacity < budget:
+        chosen = mx.pad(chosen, [(0, 0), (0, budget - capacity)], constant_values=capacity)
+    everything = mx.arange(budget, dtype=mx.int32)[None]
+    chosen = mx.where(ends <= budget, mx.where(everything < ends, everything, 0), chosen)
+    return chosen, mx.minimum(lengths, budget)
+
+
+def recent_tokens(lengths: Any, budget: int, num_sink_tokens: int) -> tuple[Any, Any]:
+    """Sinks and a window that fills the budget: (indices [B, budget], counts [B]) without any score; lengths [B]."""
+    import mlx.core as mx
+
+    slots = mx.arange(budget, dtype=mx.int32)[None]
+    moved = mx.where(slots < num_sink_tokens, slots, lengths[:, None] - budget + slots)
+    everything = mx.where(slots < lengths[:, None], slots, 0)
+    return mx.where(lengths[:, None] <= budget, everything, moved), mx.minimum(lengths, budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .fallback import recent_tokens
 from .source import contiguous, kernel
 
 THREADS = 512
@@ -35,7 +36,9 @@ def select_tokens(
     rest = budget - num_sink_tokens - num_recent_tokens
     draft = min(num_draft_selected, rest) if draft_scores is not None else 0
     if target_scores is None and draft_scores is None:
-        return _recent_tokens(lengths, budget, num_sink_tokens)
+        if lengths.ndim != 1:
+            raise ValueError("lengths: expected [B] when there are no scores, got a 0-d array")
+        return recent_tokens(lengths, budget, num_sink_tokens)
     if target_scores is None:
         draft = rest
     target_scores = draft_scores if target_scores is None else target_scores
@@ -58,18 +61,6 @@ def select_tokens(
         output_dtypes=[mx.int32, mx.int32, mx.uint32],
     )
     return indices, counts
-
-
-def _recent_tokens(lengths: Any, budget: int, num_sink_tokens: int) -> tuple[Any, Any]:
-    """Sinks and a window that fills the budget: no scores, so plain arrays do."""
-    import mlx.core as mx
-
-    if lengths.ndim != 1:
-        raise ValueError("lengths: expected [B] when there are no scores, got a 0-d array")
-    slots = mx.arange(budget, dtype=mx.int32)[None]
-    moved = mx.where(slots < num_sink_tokens, slots, lengths[:, None] - budget + slots)
-    everything = mx.where(slots < lengths[:, None], slots, 0)
-    return mx.where(lengths[:, None] <= budget, everything, moved), mx.minimum(lengths, budget)
 
 
 def select_tokens_bytes(lengths: list[int], both: bool = True) -> int:

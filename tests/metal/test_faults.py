@@ -79,7 +79,7 @@ def append_problems() -> str:
     cache = [mx.zeros((2, 20, 2, 64), mx.float16) for _ in "kv"]
     mx.eval(cache)
     new = mx.ones((2, 4, 2, 64), mx.float16)
-    k, v, ends = append_kv(*cache, new, new, mx.array([3, 17], mx.int32), mx.array([2, 4], mx.int32))
+    k, v, _, ends = append_kv(*cache, new, new, mx.array([3, 17], mx.int32), mx.array([2, 4], mx.int32))
     want = np.zeros((2, 20, 2, 64), np.float32)
     want[0, 3:5] = 1
     same = all(np.array_equal(np.array(x.astype(mx.float32)), want) for x in (k, v))

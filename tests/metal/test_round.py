@@ -53,9 +53,9 @@ def test_three_rounds() -> None:
             for layer in range(LAYERS):
                 new = [rng.normal(size=(3, ROWS, KV_HEADS, DIM)).astype(np.float32) for _ in "kv"]
                 q = rng.normal(size=(3, ROWS, HEADS, DIM)).astype(np.float32)
-                k, v, _ = append_kv(*caches[layer], *(mx.array(x) for x in new), n, t)
+                k, v, starts, _ = append_kv(*caches[layer], *(mx.array(x) for x in new), n, t)
                 caches[layer] = [k, v]
-                out = to_host(sparse_verify(mx.array(q), k, v, indices, counts, n, t, DIM**-0.5))
+                out = to_host(sparse_verify(mx.array(q), k, v, indices, counts, starts, t, DIM**-0.5))
                 for cache, rows in zip(host[layer], new, strict=True):
                     for b in range(3):
                         cache[b, lengths[b] : lengths[b] + tokens[b]] = rows[b, : tokens[b]]

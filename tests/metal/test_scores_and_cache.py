@@ -57,23 +57,21 @@ def test_scores_of_many_queries_and_sequences() -> None:
     assert relative_rms(got[np.isfinite(want)], want[np.isfinite(want)]) <= TOLERANCE["float32"]
 
 
-def select(target, draft, lengths, budget: int, sinks: int, recent: int, num_draft: int, order: str = "forward"):
+def select(
+    target, draft, lengths, budget: int, sinks: int, recent: int, num_draft: int, order="forward", path="kernel"
+):
     import mlx.core as mx
 
-    from dustin.metal_kernels.select_tokens import select_tokens
+    from dustin.metal_kernels import fallback, select_tokens
 
+    choose = select_tokens.select_tokens if path == "kernel" else fallback.select_tokens
     arrays = [None if x is None else mx.array(x) for x in (target, draft)]
+    quota = {"num_sink_tokens": sinks, "num_recent_tokens": recent, "num_draft_selected": num_draft}
     with installed(order=order) as log:
-        indices, counts = select_tokens(
-            *arrays,
-            _int32(lengths),
-            budget=budget,
-            num_sink_tokens=sinks,
-            num_recent_tokens=recent,
-            num_draft_selected=num_draft,
-        )
+        indices, counts = choose(*arrays, _int32(lengths), budget=budget, **quota)
     assert not log.findings
     counts = np.array(counts)
+    assert np.array(indices).shape == (len(lengths), budget)
     return [np.array(indices)[b, : counts[b]].tolist() for b in range(len(lengths))]
 
 
@@ -83,28 +81,29 @@ def ties(rng, shape: tuple[int, ...]) -> np.ndarray:
     return np.where(x == 0, rng.choice([0.0, -0.0], size=shape), x).astype(np.float32)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order,path", [*((o, "kernel") for o in ORDERS), ("forward", "array")])
 @pytest.mark.parametrize("num_draft", [0, 20, 36])
-def test_quota_rule(num_draft: int, order: str) -> None:
+def test_quota_rule(num_draft: int, order: str, path: str) -> None:
     """Lengths below, at and above the budget; ties everywhere."""
     rng = np.random.default_rng(num_draft)
     lengths = (1300, 48, 49, 20, 333)
     target, draft = ties(rng, (5, 1301)), ties(rng, (5, 1301))
-    got = select(target, draft, lengths, 48, 4, 8, num_draft, order)
+    got = select(target, draft, lengths, 48, 4, 8, num_draft, order, path)
     assert got == [expected_set(target[b], draft[b], n, 48, 4, 8, num_draft) for b, n in enumerate(lengths)]
 
 
-def test_missing_scores() -> None:
+@pytest.mark.parametrize("path", ["kernel", "array"])
+def test_missing_scores(path: str) -> None:
     """The other score takes the share; with neither the recent window fills the budget."""
     rng = np.random.default_rng(3)
     x, lengths = ties(rng, (9, 200)), (200, 150, 10, 199, 99, 40, 16, 17, 18)
-    assert select(x, None, lengths, 16, 2, 3, 9) == [
+    assert select(x, None, lengths, 16, 2, 3, 9, path=path) == [
         expected_set(x[b], x[b], n, 16, 2, 3, 0) for b, n in enumerate(lengths)
     ]
-    assert select(None, x, lengths, 16, 2, 3, 1) == [
+    assert select(None, x, lengths, 16, 2, 3, 1, path=path) == [
         expected_set(x[b], x[b], n, 16, 2, 3, 11) for b, n in enumerate(lengths)
     ]
-    assert select(None, None, lengths, 16, 2, 3, 9) == [
+    assert select(None, None, lengths, 16, 2, 3, 9, path=path) == [
         list(range(n)) if n <= 16 else [0, 1, *range(n - 14, n)] for n in lengths
     ]
 
@@ -134,9 +133,9 @@ def test_append(dtype: str, path: str) -> None:
         mx.eval(arrays)
         address = to_numpy(arrays[0]).ctypes.data
         with installed() as log:
-            k, v, got = append(*arrays, *(to_mlx(x, dtype) for x in new), _int32(starts), _int32(tokens))
+            k, v, at, got = append(*arrays, *(to_mlx(x, dtype) for x in new), _int32(starts), _int32(tokens))
         assert not log.findings
-        assert np.array(got).tolist() == ends
+        assert np.array(at).tolist() == list(starts) and np.array(got).tolist() == ends
         if path == "kernel":
             assert to_numpy(k).ctypes.data == address
         for out, old, rows in ((k, caches[0], new[0]), (v, caches[1], new[1])):
@@ -158,6 +157,6 @@ def test_append_into_a_strided_cache() -> None:
     mx.eval(base, views)
     new = mx.full((2, 1, 2, 64), -1.0)
     with installed():
-        k, _, _ = append_kv(*views, new, new, _int32([2, 19]), _int32([1, 1]))
+        k, _, _, _ = append_kv(*views, new, new, _int32([2, 19]), _int32([1, 1]))
     got = np.array(k)
     assert (got[0, 2] == -1).all() and (got[1, 19] == -1).all() and (got == -1).sum() == 2 * 2 * 64

@@ -243,7 +243,7 @@ inline void write_stats(device T* out, device float* partial, device float* stat
   stats[slot + 1] = sum;
 }
 template <typename T>
-[[kernel]] void custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t(
+[[kernel]] void custom_kernel_dustin_append_kv_8890c19f4c4e__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t_int32_t(
   const device float16_t* k_cache [[buffer(0)]],
   const constant int* k_cache_shape [[buffer(1)]],
   const constant int64_t* k_cache_strides [[buffer(2)]],
@@ -254,17 +254,22 @@ template <typename T>
   const device float16_t* v_new [[buffer(7)]],
   const constant int32_t* lengths [[buffer(8)]],
   const constant int32_t* num_tokens [[buffer(9)]],
-  device int32_t* ends [[buffer(10)]],
+  device int32_t* starts [[buffer(10)]],
+  device int32_t* ends [[buffer(11)]],
   uint3 thread_position_in_grid [[thread_position_in_grid]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
-// New rows into the cache IN PLACE at lengths[b] ... lengths[b] + num_tokens[b] - 1; `ends` [B] gets the new lengths, or -1 when
-// the rows do not fit (then none of them is written). Threadgroups (., T, B), a thread four elements of a token's row.
+// New rows into the cache IN PLACE at lengths[b] ... lengths[b] + num_tokens[b] - 1. `starts` [B] repeats the lengths: attention
+// that reads `starts` is ordered after the writes. `ends` [B] gets the new lengths, or -1 when the rows do not fit (then none
+// of them is written). Threadgroups (., T, B), a thread four elements of a token's row.
 // writes: k_cache v_cache
 const int t = threadgroup_position_in_grid.y, b = threadgroup_position_in_grid.z;
 const int head_dim = k_new_shape[3], row = k_new_shape[2] * head_dim, e = int(thread_position_in_grid.x) * 4;
 const int valid = min(item(num_tokens, b), k_new_shape[1]), length = item(lengths, b);
 const bool fits = length + valid <= k_cache_shape[1];
-if (e == 0 && t == 0) ends[b] = fits ? length + valid : -1;
+if (e == 0 && t == 0) {
+  starts[b] = length;
+  ends[b] = fits ? length + valid : -1;
+}
 if (e >= row || t >= valid || !fits) return;
 const int head = e / head_dim, d = e % head_dim;
 const long from = (long(b) * k_new_shape[1] + t) * row + e;
@@ -275,4 +280,4 @@ device T* values = (device T*)(v_cache + b * v_cache_strides[0] + (length + t) *
 
 }
 
-template [[host_name("custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t")]] [[kernel]] decltype(custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t<float16_t>) custom_kernel_dustin_append_kv_4fe57f27d3ee__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t<float16_t>;
+template [[host_name("custom_kernel_dustin_append_kv_8890c19f4c4e__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t_int32_t")]] [[kernel]] decltype(custom_kernel_dustin_append_kv_8890c19f4c4e__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t_int32_t<float16_t>) custom_kernel_dustin_append_kv_8890c19f4c4e__float16_t_float16_t_float16_t_float16_t_float16_t_int32_tc_int32_tc_int32_t_int32_t<float16_t>;
