@@ -70,7 +70,27 @@ def pair() -> str:
     return markdown(header, lines) + "\n\n" + note
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "pair": pair}
+def decode() -> str:
+    """Decode ratios on the GPU: one line a mode and scoring, one column a batch."""
+    made = [row for row in rows.read(rows.RESULTS / "decode.jsonl") if row.get("ratio") is not None]
+    batches = sorted({row["batch"] for row in made})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in made:
+        drafts = f", {row['num_draft_tokens']} drafts" if "num_draft_tokens" in row else ""
+        key = (row["mode"] + drafts, "" if row["mode"].split(" ")[0] in ("ar", "dense", "transformers") else row["scoring"])
+        cells.setdefault(key, {})[row["batch"]] = f"{row['tokens_per_second']:.0f} ({row['ratio']:.2f}x)"
+    lines = [[mode, scoring, *(cell.get(batch, "") for batch in batches)] for (mode, scoring), cell in cells.items()]
+    first = made[0]
+    note = (
+        "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
+        f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
+        "budget 512; acceptance replayed from a geometric histogram (in the rows), not measured; "
+        f"`{first['command']}` and the commands in the rows, at {first['commit']}."
+    )
+    return markdown(["mode", "scoring heads", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "pair": pair, "decode": decode}
 
 
 def regenerate(text: str) -> str:

@@ -54,7 +54,7 @@ REQUEST: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
 LOADING = {
     "model": (("--model", "-m"), "A hub id, a folder, a .gguf file or a known name (`dustin models`).", DEFAULT),
     "draft_model": (("--draft-model",), "A small model of the same tokenizer that drafts.", None),
-    "backend": (("--backend",), "auto, torch, mlx or numpy.", "auto"),
+    "backend": (("--backend",), "auto, torch or numpy.", "auto"),
     "device": (("--device",), "auto, cpu, cuda, ...", "auto"),
     "dtype": (("--dtype",), "auto, float32, bfloat16, ...", "auto"),
 }

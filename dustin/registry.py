@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import cast
 
 from dustin.errors import UsageError
@@ -12,18 +11,21 @@ from dustin.interfaces import Backend
 BACKENDS = {
     "numpy": "dustin.backends.numpy_reference.backend",
     "torch": "dustin.backends.torch_triton.backend",
-    "mlx": "dustin.backends.mlx_metal.backend",
 }
 
 
 def create(name: str = "auto", device: str = "auto") -> Backend:
-    """The backend `name` on `device`; `auto` takes torch where it is installed, else mlx. Raise UsageError with the reason."""
+    """The backend `name` on `device`; `auto` is torch. Raise UsageError with the reason."""
+    if name == "mlx":
+        raise UsageError("backend 'mlx' is not in this version (its Metal kernels are, see metal_kernels): use --backend torch")
     if name == "auto":
-        name = "torch" if importlib.util.find_spec("torch") else "mlx"
+        name = "torch"
     if name not in BACKENDS:
-        raise UsageError(f"backend is {name!r}, expected auto, {', '.join(BACKENDS)}")
+        raise UsageError(f"backend is {name!r}, expected auto, {' or '.join(BACKENDS)}")
     try:
         module = importlib.import_module(BACKENDS[name])
     except ImportError as error:
-        raise UsageError(f"backend {name!r} cannot be used here: {error}. Run `dustin doctor` to see what is missing") from error
+        raise UsageError(
+            f"backend {name!r} cannot be used here: {error}. Run `dustin doctor` to see what is missing"
+        ) from error
     return cast(Backend, module.create(device))
