@@ -58,7 +58,7 @@ class ModelDrafter(NoDrafter):
 
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
         """Read all but the last prompt token of each row; that one is fed with the first token the target emits."""
-        self.cache = self._draft.new_cache(len(prompts), capacity)
+        self.cache = self._draft.new_cache(len(prompts), min(capacity, self._draft.spec.context_length))
         prefill(
             self._backend,
             self._draft,

@@ -101,7 +101,7 @@ class Engine:
             # What was read so far is dense, also when the reader gave up in the middle.
             for row, rows_read in zip(rows, cache.lengths, strict=True):
                 row.dense_rows = rows_read
-        self.drafter.start([row.tokens for row in rows], cache.capacity, progress)
+        self.drafter.start([row.tokens for row in rows], cache.capacity + self.options.num_draft_tokens, progress)
         # The first token is a verification without drafts.
         none = Drafts(None, (0,) * len(rows))
         self._uniforms = [row.uniforms.draw(1) for row in rows]

@@ -149,7 +149,7 @@ class Session:
             Sequence(row, tokens, request, self._limit(tokens, request, options, stats), self._eos(), self._sink(request))
             for row, (tokens, request) in enumerate(zip(ids, requests, strict=True))
         ]
-        capacity = max(row.prompt_length + row.limit for row in rows) + options.num_draft_tokens + 1
+        capacity = max(row.prompt_length + row.limit for row in rows)
         cache = cache or self._reusable(ids, capacity)
         if cache is None:
             # A conversation grows: room for the next turns saves reading the document again.
@@ -219,7 +219,7 @@ class Session:
         if options.drafter == "draft" and self.draft is not None:
             rooms[f"context of draft {self.draft.spec.name}"] = self.draft.spec.context_length - options.num_draft_tokens
         if options.max_kv_size is not None:
-            rooms["--max-kv-size"] = options.max_kv_size - options.num_draft_tokens - 1
+            rooms["--max-kv-size"] = options.max_kv_size
         what, room = min(rooms.items(), key=lambda item: item[1])
         if len(prompt) >= room:
             raise ContextLengthError(

@@ -15,8 +15,8 @@ from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
-from dustin.backends.torch_triton.weights import Linear, Weights, fingerprint
-from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
+from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
+from dustin.interfaces import ForwardResult, Tap, TokenSet
 
 # Calls with more rows a sequence (prefill chunks) run eager: launches do not limit them, and their shapes vary.
 MAX_GRAPH_ROWS = 64
@@ -40,21 +40,7 @@ class CudaModel:
         angle = torch.arange(config.context_length, dtype=torch.float64)[:, None] * inverse
         self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
         self._engines: list[_Engine] = []
-        self.spec = ModelSpec(
-            name=name,
-            architecture=config.architecture,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            context_length=config.context_length,
-            dtype=str(self.dtype).removeprefix("torch."),
-            fingerprint=fingerprint(config, weights),
-            sliding_layers=tuple(i for i, window in enumerate(config.windows) if window),
-            bytes_per_kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize,
-            weight_bytes=weights.num_bytes,
-        )
+        self.spec = spec_of(config, weights, name)
 
     def limit_vocabulary(self, size: int) -> None:
         """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""

@@ -12,8 +12,8 @@ from dustin.backends.torch_triton import rope
 from dustin.backends.torch_triton.attention import Attention
 from dustin.backends.torch_triton.cache import TorchCache, check_lengths
 from dustin.backends.torch_triton.config import ModelConfig
-from dustin.backends.torch_triton.weights import Layer, Linear, Weights, fingerprint
-from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
+from dustin.backends.torch_triton.weights import Layer, Linear, Weights, spec_of
+from dustin.interfaces import ForwardResult, Tap, TokenSet
 
 # Rows of one MLP product: bounds its intermediate [rows, 2 I] when a batch prefills.
 _MLP_ROWS = 1024
@@ -42,21 +42,7 @@ class TorchModel:
         self._head = weights.head
         inverse, self._amplitude = rope.frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config.context_length)
         self._inverse = inverse.to(self.device)
-        self.spec = ModelSpec(
-            name=name,
-            architecture=config.architecture,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            context_length=config.context_length,
-            dtype=str(self.dtype).removeprefix("torch."),
-            fingerprint=fingerprint(config, weights),
-            sliding_layers=tuple(i for i, window in enumerate(config.windows) if window),
-            bytes_per_kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize,
-            weight_bytes=weights.num_bytes,
-        )
+        self.spec = spec_of(config, weights, name)
 
     def limit_vocabulary(self, size: int) -> None:
         """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""

@@ -12,6 +12,7 @@ import torch
 
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.errors import ModelError
+from dustin.interfaces import ModelSpec
 
 Fetch = Callable[[str], torch.Tensor | None]
 
@@ -72,6 +73,26 @@ def fingerprint(config: ModelConfig, weights: Weights) -> str:
         sample = flat[:: max(1, len(flat) // 64)].float().cpu().contiguous()
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def spec_of(config: ModelConfig, weights: Weights, name: str) -> ModelSpec:
+    """What the engine needs to know of a model with these weights."""
+    dtype = weights.embedding.dtype
+    return ModelSpec(
+        name=name,
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        context_length=config.context_length,
+        dtype=str(dtype).removeprefix("torch."),
+        fingerprint=fingerprint(config, weights),
+        sliding_layers=tuple(i for i, window in enumerate(config.windows) if window),
+        bytes_per_kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize,
+        weight_bytes=weights.num_bytes,
+    )
 
 
 class _Reader:

@@ -152,3 +152,19 @@ def test_each_request_gets_the_logprobs_it_asked_for() -> None:
     results = session(mode="ar").batch_generate([PROMPT] * 3, requests)
     assert [len(r.logprobs[0].top_tokens) for r in results[:2]] == [0, 5]
     assert results[2].logprobs == []
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+@pytest.mark.parametrize("mode", ["dense", "sparse", "exact"])
+def test_no_cache_is_larger_than_its_context(monkeypatch: pytest.MonkeyPatch, mode: str, with_draft: bool) -> None:
+    for model in (target(), draft()):
+        plain = model.new_cache
+
+        def checked(batch: int, capacity: int, plain: object = plain, model: object = model) -> object:
+            assert capacity <= model.spec.context_length  # type: ignore[attr-defined]
+            return plain(batch, capacity)  # type: ignore[operator]
+
+        monkeypatch.setattr(model, "new_cache", checked)
+    drafter = "auto" if with_draft or mode != "sparse" else "lookup"
+    result = session(with_draft, mode=mode, drafter=drafter).generate([1] * 490, RequestOptions(max_tokens=100))
+    assert result.finish_reason == "length"
