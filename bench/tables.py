@@ -90,7 +90,31 @@ def decode() -> str:
     return markdown(["mode", "scoring heads", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "pair": pair, "decode": decode}
+def attention() -> str:
+    """Attention ratios on the GPU, the round's selection included."""
+    made = rows.read(rows.RESULTS / "attention.jsonl")
+    lines = [
+        [
+            row["shape"],
+            str(row["context"]),
+            str(row["batch"]),
+            str(row["budget"]),
+            row["scoring"],
+            f"{row['ratio']:.1f}x",
+            f"{row['selection_percent_of_dense']:.2f} %",
+            f"{row['dense_over_copy_floor']:.2f}",
+            row["baseline"],
+        ]
+        for row in made
+    ]
+    header = ["Hq/Hkv/D", "context", "batch", "budget", "scoring", "ratio"]
+    header += ["selection / dense", "our dense / copy floor", "baseline"]
+    first = made[0]
+    note = f"{first['card']}, six query rows, random weights; `{first['command']}` at {first['commit']}."
+    return markdown(header, lines) + "\n\n" + note
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "pair": pair, "decode": decode, "attention": attention}
 
 
 def regenerate(text: str) -> str:
