@@ -10,70 +10,35 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import rows
-from dustin.triton_kernels import dense_verify as dense
+from bench.attention_case import (
+    DTYPE,
+    LARGE,
+    LAYERS_HELD,
+    PAGE,
+    RECENT,
+    SINKS,
+    SMALL,
+    TOKENS,
+    Case,
+    Memory,
+    Round,
+    time_us,
+)
 from dustin.triton_kernels import sparse_verify as sparse
-from dustin.triton_kernels.attention_core import AttentionConfig, AttentionWorkspace
+from dustin.triton_kernels.attention_core import AttentionConfig
 from dustin.triton_kernels.runtime import INTERPRETED
-from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_heads, workspace_for
-from dustin.triton_kernels.select_tokens import SelectWorkspace, select_tokens
-from dustin.triton_kernels.translate_slots import translate_slots
+from dustin.triton_kernels.score_heads import ScoreConfig
 
-TOKENS, LAYERS_HELD, PAGE = 6, 8, 64
-SINKS, RECENT, DRAFT_SHARE = 4, 32, 0.6
 TOLERANCE = {"attention": 1e-2, "scores": 1e-3}
-Launch = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Query heads, kv heads, head dim, layers; the first three are also those of a draft."""
-
-    name: str
-    heads: int
-    kv_heads: int
-    dim: int
-    layers: int
-
-    @property
-    def row_elements(self) -> int:
-        return self.kv_heads * self.dim
-
-
-LARGE, SMALL = Shape("64/8/128", 64, 8, 128, 80), Shape("28/4/128", 28, 4, 128, 28)
-DRAFT = Shape("14/2/64", 14, 2, 64, 24)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table. `target_heads` score in each of `target_layers`; `dense_layers` ignore the set."""
-
-    shape: Shape
-    context: int
-    batch: int
-    budget: int
-    target_layers: int = 1
-    target_heads: tuple[int, ...] = (0, 1, 2, 3)
-    dense_layers: int = 0
-    aim: str = ""
-
-    @property
-    def scoring(self) -> str:
-        kv = len({head // (self.shape.heads // self.shape.kv_heads) for head in self.target_heads})
-        return (
-            f"{self.target_layers} target layers x {len(self.target_heads)} heads of {kv} kv heads"
-            " + 3 draft layers x 4 heads of 1 kv head, every round"
-        )
 
 
 def table() -> list[Case]:
@@ -94,223 +59,10 @@ def table() -> list[Case]:
     ]
 
 
-@dataclass
-class Memory:
-    """K and V of LAYERS_HELD layers for `tokens` rows of the widest shape, and K of three draft layers, random."""
-
-    device: str
-    tokens: int
-    layout: str = "interleaved"
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    draft_keys: list[torch.Tensor] = field(default_factory=list)
-    workspace: AttentionWorkspace | None = None
-
-    def __post_init__(self) -> None:
-        def random(count: int) -> torch.Tensor:
-            return torch.empty(count, dtype=DTYPE, device=self.device).normal_()
-
-        for _ in range(LAYERS_HELD):
-            self.buffers.append(random(2 * self.tokens * LARGE.row_elements))
-        self.draft_keys = [random(2 * self.tokens * DRAFT.row_elements) for _ in range(3)]
-        self.workspace = AttentionWorkspace(132 * 8 * 128, 128, 1 << 16, self.device)
-
-    def pools(self, layer: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer as pages [pages, PAGE, Hkv, D]: two halves of a buffer, or side by side for each head."""
-        if self.layout == "interleaved":
-            both = self.buffers[layer].view(-1, PAGE, shape.kv_heads, 2, shape.dim)
-            return both[:, :, :, 0], both[:, :, :, 1]
-        both = self.buffers[layer].view(2, -1, PAGE, shape.kv_heads, shape.dim)
-        return both[0], both[1]
-
-    def draft_pool(self, layer: int) -> torch.Tensor:
-        """K of a draft layer; half of its buffer's rows when K and V are interleaved."""
-        if self.layout == "interleaved":
-            return self.draft_keys[layer].view(-1, PAGE, DRAFT.kv_heads, 2, DRAFT.dim)[:, :, :, 0]
-        return self.draft_keys[layer].view(2, -1, PAGE, DRAFT.kv_heads, DRAFT.dim)[0]
-
-
-DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-
-
-def time_us(launches: list[Launch], repeats: int = 9) -> float:
-    """Median time of a graph replay of all launches, in microseconds."""
-    if INTERPRETED:
-        for launch in launches:
-            launch()
-        return math.nan
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    times = []
-    graph.replay()
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def together(first: list[Launch], second: list[Launch], side: Any) -> Launch:
-    """One launch that runs two lists on two streams and joins them (the branches of a graph)."""
-
-    def launch() -> None:
-        if INTERPRETED:
-            for each in (*first, *second):
-                each()
-            return
-        here = torch.cuda.current_stream()
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            for each in second:
-                each()
-        for each in first:
-            each()
-        here.wait_stream(side)
-
-    return launch
-
-
 def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
     """|got - want| / |want| in float64; infinite when not finite."""
     error = float((got.double() - want.double()).norm() / want.double().norm())
     return error if math.isfinite(error) else math.inf
-
-
-class Round:
-    """All tensors of one case, allocated once: nothing is allocated while a graph is captured."""
-
-    def __init__(self, case: Case, memory: Memory) -> None:
-        self.case, self.memory, self.shape = case, memory, case.shape
-        batch, device = case.batch, memory.device
-        self.length = case.context - TOKENS
-        torch.manual_seed(0)
-        self.lengths = self.ints(self.length)
-        self.fed = self.ints(TOKENS)
-        pages = -(-case.context // PAGE)
-        total = memory.tokens * LARGE.row_elements // self.shape.row_elements // PAGE
-        slices = max(1, min(total // (batch * pages), 10))
-        order = torch.randperm(total, device=device, dtype=torch.int32)[: slices * batch * pages]
-        self.tables = list(order.reshape(slices, batch, pages).contiguous())
-        order = torch.randperm(memory.tokens // PAGE, device=device, dtype=torch.int32)[: batch * pages]
-        self.draft_table = order.reshape(batch, pages)
-        self.q = [self.queries(TOKENS, self.shape.heads, self.shape.dim) for _ in range(LAYERS_HELD)]
-        self.out = torch.empty_like(self.q[0])
-        self.indices = torch.empty(batch, case.budget, dtype=torch.int32, device=device)
-        self.counts = torch.empty(batch, dtype=torch.int32, device=device)
-        width = case.budget + TOKENS
-        self.slots = [torch.zeros(batch, width, dtype=torch.int32, device=device) for _ in range(slices)]
-        self.slot_counts = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.by_draft = int(DRAFT_SHARE * (case.budget - SINKS - RECENT))
-        self.target_scores, self.draft_scores = (torch.empty(batch, self.length, device=device) for _ in range(2))
-        self.history = self.queries(1, len(case.target_heads), self.shape.dim)
-        self.lookahead = self.queries(TOKENS - 1, 4, DRAFT.dim)
-        self.target_groups = group_heads(case.target_heads, self.shape.heads, self.shape.kv_heads, device)
-        self.draft_groups = group_heads(range(4), DRAFT.heads, DRAFT.kv_heads, device)
-        self.target_rows, self.draft_rows = self.ints(1), self.ints(TOKENS - 1)
-        self.set_target_scoring(None, None)
-        self.set_draft_scoring(None, None)
-        self.select_scratch = SelectWorkspace(batch, self.length, case.budget, self.by_draft, device)
-        self.side = None if INTERPRETED else torch.cuda.Stream()
-        self.sparse_config: AttentionConfig | None = None
-        self.dense_config: AttentionConfig | None = None
-
-    def ints(self, value: int) -> torch.Tensor:
-        return torch.full((self.case.batch,), value, dtype=torch.int32, device=self.memory.device)
-
-    def queries(self, count: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(self.case.batch, count, heads, dim, device=self.memory.device).to(DTYPE)
-
-    def set_target_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
-        shape = (self.case.batch, 1, self.target_groups, self.length, self.shape.dim, DTYPE)
-        scratch = workspace_for(*shape, keep, config)
-        self.target_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
-
-    def set_draft_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
-        shape = (self.case.batch, TOKENS - 1, self.draft_groups, self.length, DRAFT.dim, DTYPE)
-        scratch = workspace_for(*shape, keep, config)
-        self.draft_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
-
-    def score_target(self, layer: int) -> None:
-        score_heads(
-            self.history, self.pools(layer)[0], self.tables[0], self.lengths, self.target_groups,
-            self.target_scores, num_rows=self.target_rows, weight=1 / self.case.target_layers, add=layer > 0, **self.target_scoring,
-        )  # fmt: skip
-
-    def score_draft(self, layer: int) -> None:
-        score_heads(
-            self.lookahead, self.memory.draft_pool(layer), self.draft_table, self.lengths, self.draft_groups,
-            self.draft_scores, num_rows=self.draft_rows, weight=1 / 3,
-            add=layer > 0, **self.draft_scoring,
-        )  # fmt: skip
-
-    def choose(self) -> None:
-        select_tokens(
-            self.target_scores, self.draft_scores, self.lengths, budget=self.case.budget, num_sink_tokens=SINKS,
-            num_recent_tokens=RECENT, num_draft_selected=self.by_draft, indices=self.indices, counts=self.counts,
-            workspace=self.select_scratch,
-        )  # fmt: skip
-
-    def translate(self, part: int = 0) -> None:
-        translate_slots(
-            self.indices, self.counts, self.lengths, self.fed, self.tables[part], PAGE, TOKENS,
-            slots=self.slots[part], slot_counts=self.slot_counts,
-        )  # fmt: skip
-
-    def scoring(self) -> list[Launch]:
-        """Target and draft scores, two branches of the graph."""
-        target = [lambda i=i: self.score_target(i) for i in range(self.case.target_layers)]
-        return [together([lambda i=i: self.score_draft(i) for i in range(3)], target, self.side)]
-
-    def selection(self) -> list[Launch]:
-        return [*self.scoring(), self.choose, self.translate]
-
-    def start(self) -> None:
-        """Choose a set once and translate it for every slice of the memory."""
-        for launch in self.selection():
-            launch()
-        for part in range(len(self.tables)):
-            self.translate(part)
-
-    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.memory.pools(layer % LAYERS_HELD, self.shape)
-
-    def sparse_layer(self, layer: int) -> None:
-        part = (layer // LAYERS_HELD) % len(self.tables)
-        sparse.sparse_verify(
-            self.q[layer % LAYERS_HELD], *self.pools(layer), self.tables[part], self.lengths, self.fed, self.indices,
-            self.counts, slots=self.slots[part], slot_counts=self.slot_counts, out=self.out,
-            workspace=self.memory.workspace, config=self.sparse_config,
-        )  # fmt: skip
-
-    def dense_layer(self, layer: int) -> None:
-        dense.dense_verify(
-            self.q[layer % LAYERS_HELD], *self.pools(layer), self.tables[(layer // LAYERS_HELD) % len(self.tables)],
-            self.lengths, self.fed, out=self.out, workspace=self.memory.workspace, config=self.dense_config,
-        )  # fmt: skip
-
-    def layers(self) -> list[Launch]:
-        """Attention of every layer of a round."""
-        kept = self.case.dense_layers
-        return [
-            (lambda i=i: self.dense_layer(i)) if i < kept else (lambda i=i: self.sparse_layer(i)) for i in range(self.shape.layers)
-        ]
-
-    def packed_layer(self, layer: int) -> None:
-        """torch's call over contiguous [B, Hkv, S, D] keys, g * T rows a kv head."""
-        batch, shape = self.case.batch, self.shape
-        held, size = layer % LAYERS_HELD, batch * shape.kv_heads * self.case.context * shape.dim
-        k, v = (half[:size].view(batch, shape.kv_heads, -1, shape.dim) for half in self.memory.buffers[held].chunk(2))
-        q = self.q[held].view(batch, shape.kv_heads, -1, shape.dim)
-        F.scaled_dot_product_attention(q, k, v)
 
 
 def reference(run: Round, queries: torch.Tensor, b: int, head: int, keys: torch.Tensor, layer: int) -> torch.Tensor:
@@ -377,12 +129,13 @@ def candidates(case: Case, kind: str) -> list[AttentionConfig]:
         counts = [*near[:1], 33] if group == 8 else near[:2]
         return [AttentionConfig(64, 64, 4, 5, waves=(n * group + 0.01) / 132, fused_splits=8) for n in counts]
     found = []
-    for block_n, stages in ((64, 5), (64, 7), (32, 7), (32, 9), (32, 5)):
+    tiles = ((32, 7, False), (64, 5, False), (64, 3, True), (64, 4, True), (32, 3, True), (32, 4, True), (32, 6, True))
+    for block_n, stages, hold in tiles:
         for splits in near[:2]:
-            for fused in (8, 0) if splits > 1 and group <= 64 else (8,):
-                for early in (0, 6 << 20, 12 << 20, 24 << 20):
-                    waves = (splits * group + 0.01) / 132
-                    found.append(AttentionConfig(64, block_n, 4, stages, waves, fused, prefetch_bytes=early))
+            fused = 8 if splits <= 2 else 0
+            for early in (0, 6 << 20):
+                waves = (splits * group + 0.01) / 132
+                found.append(AttentionConfig(64, block_n, 4, stages, waves, fused, hold=hold, prefetch_bytes=early))
     return found
 
 
@@ -405,10 +158,10 @@ def tune(run: Round, kind: str) -> AttentionConfig:
 
 
 SCORE_CANDIDATES = [
-    (keep, ScoreConfig(block_n, mass_n, tiles, chunk, stages, warps))
-    for block_n, mass_n, tiles, chunk, stages, warps in (
-        (64, 64, 1, 1024, 5, 2), (64, 64, 4, 512, 3, 1), (64, 64, 8, 1024, 5, 2), (64, 64, 4, 1024, 5, 1),
-        (128, 128, 2, 2048, 5, 4), (64, 64, 16, 2048, 7, 2), (32, 32, 8, 1024, 5, 1),
+    (keep, ScoreConfig(block_n, block_n, tiles, chunk, stages, warps, hold))
+    for block_n, tiles, chunk, stages, warps, hold in (
+        (64, 4, 1024, 5, 2, False), (64, 4, 512, 3, 1, False), (64, 4, 1024, 4, 2, True), (64, 8, 512, 4, 1, True),
+        (64, 8, 2048, 5, 2, True), (32, 8, 1024, 5, 1, True), (128, 4, 2048, 3, 4, True),
     )
     for keep in (True, False)
 ]  # fmt: skip
@@ -428,8 +181,10 @@ def tune_scoring(run: Round) -> str:
         elapsed, keep, config = min(timed, key=lambda entry: entry[0])
         setter(keep, config)
         logits = "kept" if keep else "recomputed"
+        pages = "held" if config.hold else "fetched"
         sizes = f"{config.block_n}/{config.mass_n}x{config.mass_tiles}/{config.chunk}"
-        said.append(f"{name} {elapsed:.1f} us ({logits}, {sizes}, {config.num_stages} stages, {config.num_warps} warps)")
+        launch_with = f"{config.num_stages} stages, {config.num_warps} warps, {pages} pages"
+        said.append(f"{name} {elapsed:.1f} us ({logits}, {sizes}, {launch_with})")
     return ", ".join(said)
 
 
@@ -438,7 +193,8 @@ def describe(config: AttentionConfig) -> str:
     merge = "fused" if config.fused_splits else "separate"
     return (
         f"tile {config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages, "
-        f"waves {config.waves:.2f}, {merge} merge, {config.prefetch_bytes >> 20} MiB early"
+        f"waves {config.waves:.2f}, {merge} merge, {config.prefetch_bytes >> 20} MiB early, "
+        f"{'held' if config.hold else 'fetched'} slots"
     )
 
 

@@ -28,6 +28,7 @@ class AttentionConfig:
     fused_splits: int = 8  # up to this many splits merge in the last program, more in a second kernel
     max_splits: int = 64
     dependent: bool = True  # programmatic dependent launch
+    hold: bool = False  # sparse: keep a split's slots in registers, so that the pipeline carries K and V alone
     prefetch_bytes: int = 0  # sparse: ask the L2 for so many bytes of K and V before waiting for the kernel before
 
 
@@ -72,8 +73,10 @@ def plan_attention(
     """Choose the number of key splits from shapes alone (never from lengths, which live on the device)."""
     row_tiles = triton.cdiv(rows, config.block_m)
     programs = batch * num_kv_heads * row_tiles
-    splits = int(num_multiprocessors(device) * config.waves // max(programs, 1))
-    splits = max(1, min(splits, config.max_splits, triton.cdiv(max_keys, config.block_n)))
+    processors = num_multiprocessors(device)
+    # Past 16 splits the merge costs more than it spreads, unless the splits still leave processors idle.
+    most = min(config.max_splits, max(16, processors // programs))
+    splits = max(1, min(int(processors * config.waves // programs), most, triton.cdiv(max_keys, config.block_n)))
     num_rows = programs * splits * config.block_m if splits > 1 else 0
     return Plan(row_tiles, splits, num_rows, programs if splits > 1 else 0, splits <= config.fused_splits)
 

@@ -122,7 +122,7 @@ def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConf
         return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=4.0)
     block_n = 32 if head_dim > 128 else 64
     if rows <= 64:
-        return AttentionConfig(power_of_two(rows, 16), block_n, 4, 3, waves=4.0)
+        return AttentionConfig(power_of_two(rows, 16), block_n, 4, 5, waves=2.0)
     return AttentionConfig(64 if head_dim > 128 else 128, block_n, 8, 3, waves=4.0)
 
 

@@ -8,10 +8,7 @@ in fixed order. Without `keep_weights` pass 2 reads K again instead, which pays 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,73 +16,29 @@ import triton.language as tl
 
 from .dense_verify import locate
 from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
+from .score_plan import HeadGroups, ScoreConfig, ScoreWorkspace, group_heads, score_shape, workspace_for
 
-
-@dataclass(frozen=True)
-class HeadGroups:
-    """Scoring heads grouped by kv head. `kv_heads` [KVH] int32; `heads` [KVH, H] int32 indexes the S axis of q, -1 pads."""
-
-    kv_heads: torch.Tensor
-    heads: torch.Tensor
-    num_heads: int
-
-
-@functools.cache
-def _group(kv_head_of: tuple[int, ...], device: str) -> HeadGroups:
-    members: dict[int, list[int]] = {}
-    for s, kv in enumerate(kv_head_of):
-        members.setdefault(kv, []).append(s)
-    widest = max(map(len, members.values()))
-    table = [members[kv] + [-1] * (widest - len(members[kv])) for kv in sorted(members)]
-    return HeadGroups(
-        torch.tensor(sorted(members), dtype=torch.int32, device=device),
-        torch.tensor(table, dtype=torch.int32, device=device),
-        len(kv_head_of),
-    )
-
-
-def group_heads(query_heads: Sequence[int], num_heads: int, num_kv_heads: int, device: torch.device | str) -> HeadGroups:
-    """HeadGroups of scoring `query_heads` (in the order of q's S axis). Cached: call it before capturing a graph."""
-    if not query_heads or min(query_heads) < 0 or max(query_heads) >= num_heads:
-        raise ValueError(f"query_heads: expected heads in 0..{num_heads - 1}, got {list(query_heads)}")
-    share = num_heads // num_kv_heads
-    return _group(tuple(head // share for head in query_heads), str(device))
-
-
-@dataclass(frozen=True)
-class ScoreConfig:
-    """Launch sizes: keys a tile of pass 1 and of pass 2, tiles a program of pass 2, keys a chunk at least, stages, warps."""
-
-    block_n: int = 128
-    mass_n: int = 128
-    mass_tiles: int = 1
-    chunk: int = 1024
-    num_stages: int = 3
-    num_warps: int = 4
-
-
-class ScoreWorkspace:
-    """Scratch of one scoring call, reusable by the next: weights and their tile maxima (optional), statistics, counters."""
-
-    def __init__(
-        self, num_weights: int, num_tops: int, num_stats: int, num_lanes: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        kept = torch.float32 if dtype == torch.float32 else torch.float16
-        self.weights = torch.empty(max(num_weights, 1), dtype=kept, device=device)
-        self.tops = torch.empty(max(num_tops, 1), dtype=torch.float32, device=device)
-        self.stats = torch.empty(max(num_stats, 1), dtype=torch.float32, device=device)
-        self.lse = torch.empty(num_lanes, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(num_lanes, dtype=torch.int32, device=device)
+__all__ = ["HeadGroups", "ScoreConfig", "ScoreWorkspace", "group_heads", "score_heads", "workspace_for"]
 
 
 @triton.jit
 def head_logits(
-    q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
+    q_tile, k_pool, pages, held, first_page, start, keys, length, kv, dims, scale_log2, softcap,
     ROW: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, HELD: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Base-2 logits [M, BLOCK_N] of keys start + [0, BLOCK_N); -inf at and beyond `length` when MASKED."""
-    rows = locate(pages, start, keys, length, PAGE, BLOCK_N) * ROW + kv * HEAD
+    if HELD > 0:
+        # Copies complete in order: a page number fetched in the same pipeline would make every step wait for the K before it.
+        if PAGE % BLOCK_N == 0:
+            page = tl.sum(tl.where(tl.arange(0, HELD) == start // PAGE - first_page, held, 0), 0).to(tl.int64)
+            rows = (page * PAGE + start % PAGE + keys) * ROW + kv * HEAD
+        else:
+            which = tl.minimum((start + keys) // PAGE - first_page, HELD - 1)
+            page = tl.gather(held, which, 0).to(tl.int64)
+            rows = (page * PAGE + (start + keys) % PAGE) * ROW + kv * HEAD
+    else:
+        rows = locate(pages, start, keys, length, PAGE, BLOCK_N) * ROW + kv * HEAD
     if MASKED:
         stored = (start + keys < length)[None, :] & (dims < D)[:, None]
         k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored, other=0.0)
@@ -106,6 +59,13 @@ def head_logits(
 
 
 @triton.jit
+def hold_pages(pages, first_page, length, PAGE: tl.constexpr, HELD: tl.constexpr):
+    """HELD page numbers from `first_page` on (one unused when HELD is 0)."""
+    place = first_page + tl.arange(0, HELD if HELD > 0 else 1)
+    return tl.load(pages + place, mask=place * PAGE < length, other=0)
+
+
+@triton.jit
 def load_queries(
     q, head_table, b, group, rows, num_rows, dims, stride_qb, stride_qr, stride_qs,
     H: tl.constexpr, D: tl.constexpr,
@@ -123,6 +83,7 @@ def score_logits_kernel(
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, num_chunks, scale_log2, softcap,
     KVH: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
+    HELD: tl.constexpr,
     SOFTCAP: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, program (chunk of CHUNK keys, kv group, sequence)."""
@@ -140,6 +101,8 @@ def score_logits_kernel(
     q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
     kv = tl.load(kv_heads + group)
     pages = page_table + b.to(tl.int64) * stride_pt
+    first_page = chunk * CHUNK // PAGE
+    held = hold_pages(pages, first_page, length, PAGE, HELD)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Sums stay spread over the columns of a tile until the end: one reduction less in every step.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -151,8 +114,8 @@ def score_logits_kernel(
     for start in range(chunk * CHUNK, full_stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         s = head_logits(
-            q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
-            ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, False, PRECISION,
+            q_tile, k_pool, pages, held, first_page, start, keys, length, kv, dims, scale_log2, softcap,
+            ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, HELD, SOFTCAP, False, PRECISION,
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
@@ -163,8 +126,8 @@ def score_logits_kernel(
         m_i = m_new
     if full_stop < stop:
         s = head_logits(
-            q_tile, k_pool, pages, full_stop, keys, length, kv, dims, scale_log2, softcap,
-            ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+            q_tile, k_pool, pages, held, first_page, full_stop, keys, length, kv, dims, scale_log2, softcap,
+            ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, HELD, SOFTCAP, True, PRECISION,
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
@@ -207,8 +170,8 @@ def score_mass_kernel(
     q, k_pool, page_table, lengths, num_rows, kv_heads, head_table, weights, tops, lse, scores,
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, scale_log2, softcap, weight,
     KVH: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, HELD: tl.constexpr,
+    SOFTCAP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pass 2, program (TILES tiles of BLOCK_N keys, sequence): sums rows, then groups, in fixed order."""
     begin_dependent(PDL)
@@ -234,6 +197,8 @@ def score_mass_kernel(
     # Rows that do not count get an infinite log-sum-exp, hence mass 0.
     shift = tl.load(lse + lane, mask=valid, other=float("inf"))
     kv = tl.load(kv_heads)
+    first_page = begin // PAGE
+    held = hold_pages(pages, first_page, length, PAGE, HELD)
     for start in range(begin, tl.minimum(begin + TILES * BLOCK_N, nmax), BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         position = start + keys
@@ -243,8 +208,8 @@ def score_mass_kernel(
                 mass = kept_mass(weights, tops, lane, shift, valid, position, start // BLOCK_N, length, nmax, BLOCK_N)
             else:
                 s = head_logits(
-                    q_tile, k_pool, pages, start, keys, length, kv, dims, scale_log2, softcap,
-                    ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+                    q_tile, k_pool, pages, held, first_page, start, keys, length, kv, dims, scale_log2, softcap,
+                    ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, HELD, SOFTCAP, True, PRECISION,
                 )  # fmt: skip
                 mass = tl.sum(tl.exp2(s - shift[:, None]), 0)
         else:
@@ -256,8 +221,9 @@ def score_mass_kernel(
                     mass += kept_mass(weights, tops, rows, offset, used, position, start // BLOCK_N, length, nmax, BLOCK_N)
                 else:
                     s = head_logits(
-                        q_group, k_pool, pages, start, keys, length, tl.load(kv_heads + group), dims, scale_log2, softcap,
-                        ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True, PRECISION,
+                        q_group, k_pool, pages, held, first_page, start, keys, length, tl.load(kv_heads + group), dims, scale_log2,
+                        softcap,
+                        ROW, HEAD, D, BLOCK_D, BLOCK_N, PAGE, HELD, SOFTCAP, True, PRECISION,
                     )  # fmt: skip
                     mass += tl.sum(tl.exp2(s - offset[:, None]), 0)
         mass = mass * share
@@ -303,7 +269,7 @@ def score_heads(
     if nmax > page_table.shape[1] * page_size:
         raise ValueError(f"scores: expected at most {page_table.shape[1] * page_size} columns (the page table), got {nmax}")
     kv_groups, per_group = groups.heads.shape
-    shape = _shape(batch, rows, groups, nmax, dim, q.dtype, keep_weights, config)
+    shape = score_shape(batch, rows, groups, nmax, dim, q.dtype, keep_weights, config)
     if workspace is None:
         workspace = shape.workspace(q.dtype, q.device)
     have = (workspace.weights.numel(), workspace.tops.numel(), workspace.stats.numel(), workspace.lse.numel())
@@ -322,74 +288,16 @@ def score_heads(
     strides = (q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), nmax)
     scale_log2 = scale * math.log2(math.e)
     inputs = (q, k_pool, page_table, lengths, num_rows, groups.kv_heads, groups.heads, workspace.weights, workspace.tops)
+    hold = shape.config.hold
+    held_by_chunk = power_of_two(shape.chunk // page_size, 2) if hold else 0
+    held_by_tiles = power_of_two(shape.config.mass_n * shape.config.mass_tiles // page_size + 1, 2) if hold else 0
     score_logits_kernel[(shape.num_chunks, kv_groups, batch)](
         *inputs, workspace.lse, workspace.stats, workspace.counters, *strides, shape.num_chunks, scale_log2, softcap,
-        BLOCK_N=shape.config.block_n, BLOCK_C=power_of_two(shape.num_chunks), CHUNK=shape.chunk, **common,
+        BLOCK_N=shape.config.block_n, BLOCK_C=power_of_two(shape.num_chunks), CHUNK=shape.chunk,
+        HELD=held_by_chunk, **common,
     )  # fmt: skip
     score_mass_kernel[(triton.cdiv(nmax, shape.config.mass_n * shape.config.mass_tiles), batch)](
         *inputs, workspace.lse, scores, *strides, scale_log2, softcap, weight / groups.num_heads,
-        BLOCK_N=shape.config.mass_n, TILES=shape.config.mass_tiles, ADD=add, **common,
+        BLOCK_N=shape.config.mass_n, TILES=shape.config.mass_tiles, HELD=held_by_tiles, ADD=add, **common,
     )  # fmt: skip
     return scores
-
-
-@dataclass(frozen=True)
-class _Shape:
-    config: ScoreConfig
-    block_m: int
-    chunk: int
-    num_chunks: int
-    num_weights: int
-    num_tops: int
-    num_stats: int
-    num_lanes: int
-    keep: bool
-
-    def workspace(self, dtype: torch.dtype, device: torch.device | str) -> ScoreWorkspace:
-        return ScoreWorkspace(self.num_weights, self.num_tops, self.num_stats, self.num_lanes, dtype, device)
-
-
-def _shape(
-    batch: int,
-    rows: int,
-    groups: HeadGroups,
-    nmax: int,
-    dim: int,
-    dtype: torch.dtype,
-    keep: bool | None,
-    config: ScoreConfig | None = None,
-) -> _Shape:
-    kv_groups, per_group = groups.heads.shape
-    block_m = power_of_two(rows * per_group, 16)
-    if block_m > 128:
-        raise ValueError(f"q: expected rows * heads per kv head <= 128, got {rows} * {per_group}")
-    if keep is None:
-        # Keeping costs a write and a read of a weight for each row; reading K again costs its row.
-        keep = 2 * min(dtype.itemsize, 4) * rows * per_group <= dim * dtype.itemsize
-    if config is None:
-        wide = dtype == torch.float32 or block_m * dim > 8192
-        width = 32 if wide else 64 if block_m > 16 else 128
-        config = ScoreConfig(32, 32, 2, 64) if INTERPRETED else ScoreConfig(width, width)
-    # Statistics of all chunks of a lane are combined in one tile: at most 64 of them.
-    chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
-    num_chunks = triton.cdiv(nmax, chunk)
-    lanes = batch * kv_groups * block_m
-    if keep and config.mass_n != config.block_n:
-        raise ValueError(f"config: expected mass_n = block_n when weights are kept, got {config.mass_n}, {config.block_n}")
-    weights, tops = (lanes * nmax, lanes * triton.cdiv(nmax, config.block_n)) if keep else (0, 0)
-    return _Shape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep)
-
-
-def workspace_for(
-    batch: int,
-    rows: int,
-    groups: HeadGroups,
-    nmax: int,
-    dim: int,
-    dtype: torch.dtype,
-    keep_weights: bool | None = None,
-    config: ScoreConfig | None = None,
-) -> ScoreWorkspace:
-    """Scratch that fits score_heads for these shapes (nmax = columns of `scores`)."""
-    shape = _shape(batch, rows, groups, nmax, dim, dtype, keep_weights, config)
-    return shape.workspace(dtype, groups.heads.device)

@@ -39,6 +39,8 @@ from .runtime import (
 from .translate_slots import check_indices, translate_slots
 
 MAX_QUERY_ROWS = 64
+# Slots a program holds in registers: 8 a thread.
+MAX_HELD_SLOTS = 1024
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def sparse_verify_kernel(
     stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap, early,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr, ROW: tl.constexpr,
-    HEAD: tl.constexpr,
+    HEAD: tl.constexpr, HELD: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -95,10 +97,18 @@ def sparse_verify_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     length = tl.load(lengths + b) if WINDOW else 0
+    if HELD > 0:
+        # Copies complete in order: a slot fetched in the same pipeline would make every step wait for K and V before it.
+        place = tl.arange(0, HELD)
+        held = tl.load(slots + begin + place, mask=begin + place < stop, other=0)
     for start in range(begin, stop, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
         stored = entry < stop
-        rows = tl.load(slots + entry, mask=stored, other=0).to(tl.int64) * ROW + h * HEAD
+        if HELD > 0:
+            slot = tl.gather(held, tl.minimum(entry - begin, HELD - 1), 0)
+        else:
+            slot = tl.load(slots + entry, mask=stored, other=0)
+        rows = slot.to(tl.int64) * ROW + h * HEAD
         loaded = stored[:, None] & in_head[None, :] if D != BLOCK_D else stored[:, None]
         loaded_k = stored[None, :] & in_head[:, None] if D != BLOCK_D else stored[None, :]
         k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=loaded_k, other=0.0)
@@ -124,7 +134,9 @@ def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConf
     if dtype == torch.float32:
         return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=2.0, max_splits=8)
     block_m = min(power_of_two(rows, 16), 64 if head_dim > 128 else 128)
-    return AttentionConfig(block_m, 32 if head_dim > 128 else 64, 8 if block_m > 64 else 4, 3, waves=2.0, max_splits=16)
+    if block_m > 64 or head_dim > 128:
+        return AttentionConfig(block_m, 32, 8 if block_m > 64 else 4, 5, waves=1.0, fused_splits=2, max_splits=16)
+    return AttentionConfig(block_m, 32, 4, 7, waves=1.0, fused_splits=2, max_splits=16, prefetch_bytes=6 << 20)
 
 
 def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:
@@ -192,6 +204,8 @@ def sparse_verify(
     scale = 1.0 / math.sqrt(dim) if scale is None else scale
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
+    per_split = triton.cdiv(triton.cdiv(max_entries, launch.splits), 16) * 16
+    held = power_of_two(per_split, 16) if config.hold and per_split <= MAX_HELD_SLOTS else 0
     # Entries each split asks for early, so that all programs together ask for at most `prefetch_bytes`.
     early = config.prefetch_bytes // (2 * dim * q.element_size() * batch * num_kv_heads * launch.splits)
     prefetch = prefetch_instruction(dim * q.element_size()) if early > 0 and not INTERPRETED else ""
@@ -203,8 +217,8 @@ def sparse_verify(
         scale * math.log2(math.e), softcap, early,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, UNIT=block_size,
         SPLITS=launch.splits, ROW_TILES=launch.row_tiles, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
-        WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch,
-        PDL=dependent, **options,
+        HELD=held, WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype),
+        PREFETCH=prefetch, PDL=dependent, **options,
     )  # fmt: skip
     if launch.splits > 1 and not launch.fused:
         chunk = min(config.block_m, 4)

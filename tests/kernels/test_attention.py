@@ -125,8 +125,8 @@ def test_every_split_and_merge_agree(device: str) -> None:
     indices, counts = random_set(case, counts_of(case))
     block_m = 16 if device == "cpu" else 64
     workspace = AttentionWorkspace(4096 * block_m, shape[0][2], 4096, device)
-    for waves, fused in ((0.0, 8), (4.0, 64), (4.0, 0)):
-        config = AttentionConfig(block_m, 16, 4, 2, waves=waves, fused_splits=fused)
+    for waves, fused, hold in ((0.0, 8, True), (4.0, 64, False), (4.0, 0, True)):
+        config = AttentionConfig(block_m, 16, 4, 3, waves=waves, fused_splits=fused, hold=hold, prefetch_bytes=1 << 20)
         for _ in range(2):
             check_parity(dense_verify(*case.inputs, config=config, workspace=workspace), attention(case))
             out = sparse_verify(*case.inputs, indices, counts, config=config, workspace=workspace)

@@ -7,14 +7,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dustin.triton_kernels.score_heads import group_heads, score_heads, workspace_for  # noqa: E402
+from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_heads, workspace_for  # noqa: E402
 from dustin.triton_kernels.select_tokens import select_tokens  # noqa: E402
 from tests.kernels.reference import check_parity, choose, head_scores, paged_case  # noqa: E402
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_scores(device: str, keep: bool, softcap: float) -> None:
+@pytest.mark.parametrize("softcap,hold", [(0.0, False), (3.0, True), (0.0, True)])
+def test_scores(device: str, keep: bool, softcap: float, hold: bool) -> None:
     small = device == "cpu"
     heads = (6, 2, 16) if small else (28, 4, 128)
     lengths = [150, 20, 7] if small else [5000, 1024, 33]
@@ -25,7 +25,9 @@ def test_scores(device: str, keep: bool, softcap: float) -> None:
         group = heads[0] // heads[1]
         queries = torch.randn(3, max(num_rows), len(query_heads), heads[2], device=device).to(dtype)
         groups = group_heads(query_heads, heads[0], heads[1], device)
-        workspace = workspace_for(3, max(num_rows), groups, columns, heads[2], dtype, keep)
+        # Tiles wider than a page, and pages wider than a tile.
+        config = ScoreConfig(16, 16, 2, 64, 3, 2, hold) if small or softcap else ScoreConfig(64, 64, 4, 512, 4, 2, hold)
+        workspace = workspace_for(3, max(num_rows), groups, columns, heads[2], dtype, keep, config)
         rows = torch.tensor(num_rows, dtype=torch.int32, device=device)
         want = head_scores(case, queries, [h // group for h in query_heads], num_rows, columns, softcap)
         scores = torch.full((3, columns), float("nan"), device=device)
@@ -33,6 +35,7 @@ def test_scores(device: str, keep: bool, softcap: float) -> None:
             score_heads(
                 queries, case.k_pool, case.page_table, case.lengths, groups, scores,
                 num_rows=rows, weight=0.5, add=add, softcap=softcap, keep_weights=keep, workspace=workspace,
+                config=config,
             )  # fmt: skip
             inside = ~want.isinf()
             assert torch.equal(scores.isinf(), ~inside)
