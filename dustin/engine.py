@@ -212,7 +212,6 @@ class Engine:
 
     def _commit(self, drafts: Drafts, host: HostVerdict, taking: set[int], dense: bool = True, count: bool = True) -> list[Event]:
         events: list[Event] = []
-        cache = self._target_cache
         for row in self.rows:
             if row.row not in taking:
                 continue
@@ -222,6 +221,7 @@ class Engine:
             accepted = host.num_accepted[row.row]
             if count:
                 self.stats.count_round(drafts.num_drafts[row.row], accepted)
+            if row.committed > row.prompt_length:  # The first token belongs to the prefill.
                 self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed + i for i in range(accepted + 1)))
             logprobs = _trimmed(host.logprobs[row.row], row.request.top_logprobs) if host.logprobs else None
             committed = row.commit(host.tokens[row.row][: accepted + 1], accepted, logprobs)
@@ -230,11 +230,12 @@ class Engine:
             if dense and row.dense_rows >= row.committed - len(committed) - 1:
                 row.dense_rows = row.committed - 1
         self.stats.rounds += 1
-        self._roll_back(cache)
+        self._roll_back()
         return events
 
-    def _roll_back(self, cache: KVCache) -> None:
+    def _roll_back(self) -> None:
         """Drop rejected rows by length only: the last working token has no target KV yet."""
+        cache = self._target_cache
         working = [len(row.tokens) for row in self.rows]
         cache.rollback([min(have, length - 1) for have, length in zip(cache.lengths, working, strict=True)])
         self.drafter.commit(working)
@@ -308,7 +309,7 @@ class Engine:
             open_end = row.extend_provisionally(tokens)
             if open_end and row.remaining > 1 and len(row.tokens) - row.committed < self.options.exact_block:
                 going.add(row.row)
-        self._roll_back(self._target_cache)
+        self._roll_back()
         return going
 
     def _dense_check(self, provisional: list[list[int]], judged_by: list[list[tuple[Array, int]]]) -> list[Event]:
@@ -331,10 +332,6 @@ class Engine:
         self.stats.dense_checks += len(taking)
         self.stats.checked_tokens += sum(counts)
         self.stats.check_accepted_tokens += sum(host.num_accepted[b] for b in taking)
-        for row in self.rows:
-            if row.row in taking:
-                tokens = sum(row.committed + i for i in range(host.num_accepted[row.row] + 1))
-                self.stats.kv_bytes_dense += self._kv_bytes(tokens)
         return self._commit(drafts, host, taking, dense=True, count=False)
 
     # Small pieces.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dustin.errors import MemoryLimitError
+from dustin.interfaces import Tap
 
 
 def _number(path: Path) -> int | None:
@@ -39,6 +41,23 @@ def check_lengths(name: str, values: Sequence[int], low: Sequence[int], high: Se
         if not low[b] <= value <= high[b]:
             raise ValueError(f"{name}[{b}] is {value}, expected {low[b]} to {high[b]}")
     return tuple(int(value) for value in values)
+
+
+def check_forward(
+    num_layers: int, tokens: torch.Tensor, num_tokens: Sequence[int], cache: Any, tap: Tap | None, logits: str
+) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """The counts and tapped heads of a Model.forward over `cache`. Raise ValueError that names the bad argument."""
+    batch, rows = tokens.shape
+    if batch != cache.batch:
+        raise ValueError(f"tokens have {batch} rows, expected the {cache.batch} sequences of the cache")
+    counts = check_lengths("num_tokens", num_tokens, [0] * batch, [rows] * batch)
+    cache.check_room(counts)
+    if logits not in ("all", "last", "none"):
+        raise ValueError(f"logits is {logits!r}, expected all, last or none")
+    heads = {} if tap is None else {layer: tuple(chosen) for layer, chosen in tap.heads.items()}
+    if unknown := set(heads) - set(range(num_layers)):
+        raise ValueError(f"tap names layers {sorted(unknown)}, expected 0 to {num_layers - 1}")
+    return counts, heads
 
 
 class TorchCache:

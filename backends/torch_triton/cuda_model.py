@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dustin.backends.torch_triton import rope
-from dustin.backends.torch_triton.cache import check_lengths
+from dustin.backends.torch_triton.cache import check_forward
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
@@ -85,15 +85,7 @@ class CudaModel:
     ) -> ForwardResult:
         """See Model.forward. Raise ValueError on a bad count, tap or cache; token ids are not read back to be checked."""
         batch, rows = tokens.shape
-        if batch != cache.batch:
-            raise ValueError(f"tokens have {batch} rows, expected the {cache.batch} sequences of the cache")
-        counts = check_lengths("num_tokens", num_tokens, [0] * batch, [rows] * batch)
-        cache.check_room(counts)
-        if logits not in ("all", "last", "none"):
-            raise ValueError(f"logits is {logits!r}, expected all, last or none")
-        heads = {} if tap is None else {layer: tuple(chosen) for layer, chosen in tap.heads.items()}
-        if unknown := set(heads) - set(range(self.config.num_layers)):
-            raise ValueError(f"tap names layers {sorted(unknown)}, expected 0 to {self.config.num_layers - 1}")
+        counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, logits)
         if not any(counts):
             return self._nothing(batch, rows, heads, tap, logits)
         call = _Call(self._engine(cache.pool), cache, rows, token_set, heads, bool(tap and tap.last_row_only), logits)

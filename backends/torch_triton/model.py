@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dustin.backends.torch_triton import rope
 from dustin.backends.torch_triton.attention import Attention
-from dustin.backends.torch_triton.cache import TorchCache, check_lengths
+from dustin.backends.torch_triton.cache import TorchCache, check_forward
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.weights import Layer, Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet
@@ -69,15 +69,7 @@ class TorchModel:
     ) -> ForwardResult:
         """See Model.forward. Rows beyond num_tokens[b] come out as 0. Raise ValueError on a bad token, count or set."""
         batch, rows = tokens.shape
-        if batch != cache.batch:
-            raise ValueError(f"tokens have {batch} rows, expected the {cache.batch} sequences of the cache")
-        counts = check_lengths("num_tokens", num_tokens, [0] * batch, [rows] * batch)
-        cache.check_room(counts)
-        if logits not in ("all", "last", "none"):
-            raise ValueError(f"logits is {logits!r}, expected all, last or none")
-        heads = {} if tap is None else dict(tap.heads)
-        if unknown := set(heads) - set(range(self.config.num_layers)):
-            raise ValueError(f"tap names layers {sorted(unknown)}, expected 0 to {self.config.num_layers - 1}")
+        counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, logits)
         places = _Places(batch, rows, counts, self.device)
         flat = places.pack(tokens)
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.config.vocab_size:
