@@ -42,7 +42,10 @@ class NoDrafter:
 
 
 class ModelDrafter(NoDrafter):
-    """A small model of the same tokenizer. Its own KV is read sparsely too when `sparse_draft` is on (METHOD section 8)."""
+    """A small model of the same tokenizer. Its own KV is read sparsely too when `sparse_draft` is on (METHOD section 8).
+
+    `dense_rows[b]` counts the leading KV rows that are what dense attention would have written.
+    """
 
     name = "draft"
 
@@ -55,20 +58,24 @@ class ModelDrafter(NoDrafter):
         self._backend = backend
         self._options = options
         self.stats = stats
+        self.dense_rows: list[int] = []
+
+    def resume(self, cache: KVCache) -> None:
+        """Before `start`: this cache holds leading rows of the prompts, read densely, which are not read again."""
+        self.cache, self.dense_rows = cache, list(cache.lengths)
 
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
         """Read all but the last prompt token of each row; that one is fed with the first token the target emits."""
-        self.cache = self._draft.new_cache(len(prompts), min(capacity, self._draft.spec.context_length))
-        prefill(
-            self._backend,
-            self._draft,
-            self.cache,
-            [row[:-1] for row in prompts],
-            self._options.prefill_chunk,
-            None,
-            progress,
-            logits=False,
-        )
+        if self.cache is None:
+            self.cache = self._draft.new_cache(len(prompts), min(capacity, self._draft.spec.context_length))
+        unread = [row[known:-1] for row, known in zip(prompts, self.cache.lengths, strict=True)]
+        try:
+            prefill(
+                self._backend, self._draft, self.cache, unread, self._options.prefill_chunk, None, progress, logits=False
+            )  # fmt: skip
+        finally:
+            # What was read so far is dense, also when the reader gave up in the middle.
+            self.dense_rows = list(self.cache.lengths)
 
     def propose(self, state: RoundState) -> Drafts:
         """Feed what the draft has not seen, then one token a step; all active rows draft `max_drafts` tokens."""
@@ -86,7 +93,11 @@ class ModelDrafter(NoDrafter):
             if self._options.sparse_draft and state.draft_set is not None:
                 token_set = backend.extend(state.draft_set, state.set_lengths, cache.lengths)
             self._count_read(cache, state, token_set is not None)
+            before = cache.lengths
             out = self._draft.forward(fed, counts, cache, token_set=token_set, tap=self._last_row_tap, logits="last")
+            if token_set is None:
+                known = zip(self.dense_rows, before, cache.lengths, strict=True)
+                self.dense_rows = [now if dense == then else dense for dense, then, now in known]
             token, distribution = next_token(backend, out.logits, state, step, drafted)
             drafted.append(token)
             queries.append(out.queries)
@@ -104,6 +115,7 @@ class ModelDrafter(NoDrafter):
         """Row b has lengths[b] tokens, the last of which the draft has not seen (M = L_old + min(n, gamma - 1))."""
         if self.cache is not None:
             self.cache.rollback([min(seen, length - 1) for seen, length in zip(self.cache.lengths, lengths, strict=True)])
+            self.dense_rows = [min(dense, seen) for dense, seen in zip(self.dense_rows, self.cache.lengths, strict=True)]
 
     def _count_read(self, cache: KVCache, state: RoundState, sparse: bool) -> None:
         rows = (min(n, self._options.budget) if sparse else n for n, on in zip(cache.lengths, state.active, strict=True) if on)

@@ -59,8 +59,8 @@ class GenerationResult:
 class Session:
     """A loaded model, its draft and tokenizer. One batch runs at a time.
 
-    With `prefix_cache` the KV of the last single conversation is kept, and a prompt that continues it reads only what is
-    new; rows that sparse attention wrote are read again densely, so the answer equals a cold run's.
+    With `prefix_cache` the KV of the last single conversation is kept, the draft's too, and a prompt that continues it reads
+    only what is new; rows that sparse attention wrote are read again densely, so the answer equals a cold run's.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Session:
         self.tokenizer = tokenizer
         self.options = options
         self.prefix_cache = False
-        self._kept: tuple[list[int], KVCache] | None = None
+        # side ("target", "draft") -> tokens whose KV is kept, and the cache that holds them
+        self._kept: dict[str, tuple[list[int], KVCache]] = {}
 
     # Calls.
 
@@ -150,19 +151,12 @@ class Session:
             for row, (tokens, request) in enumerate(zip(ids, requests, strict=True))
         ]
         capacity = max(row.prompt_length + row.limit for row in rows)
-        cache = cache or self._reusable(ids, capacity)
-        if cache is None:
-            # A conversation grows: room for the next turns saves reading the document again.
-            most = min(self.target.spec.context_length, options.max_kv_size or self.target.spec.context_length)
-            roomy = min(2 * capacity, max(capacity, most)) if self.prefix_cache else capacity
-            try:
-                cache = self.target.new_cache(len(rows), roomy)
-            except MemoryLimitError:
-                if roomy == capacity:
-                    raise
-                cache = self.target.new_cache(len(rows), capacity)
+        cache = cache or self._cache(self.target, "target", ids, capacity, options.max_kv_size)
         tap = target_tap(self.target.spec)
         drafter = self._drafter(options, stats)
+        if isinstance(drafter, ModelDrafter) and self.prefix_cache and len(ids) == 1 and self.draft is not None:
+            room = min(capacity + options.num_draft_tokens, self.draft.spec.context_length)
+            drafter.resume(self._cache(self.draft, "draft", ids, room))
         if options.mode in ("sparse", "rectified", "exact") or drafter.name == "self":
             stats.scoring = _scoring_text(tap.heads, drafter)
         engine = Engine(self.backend, self.target, drafter, create_selector(options), SpeculativeAcceptance(), tap, options, stats)
@@ -241,23 +235,40 @@ class Session:
             return None
         return TextStream(self.tokenizer, request.stop)
 
-    def _reusable(self, ids: list[list[int]], capacity: int) -> KVCache | None:
-        kept, self._kept = self._kept, None
-        if kept is None or not self.prefix_cache or len(ids) != 1 or kept[1].capacity < capacity:
-            return None
-        tokens, cache = kept
-        # At least one prompt token is read again: its logits give the first token.
-        most = min(len(tokens), len(ids[0]) - 1)
-        common = next((i for i in range(most) if tokens[i] != ids[0][i]), most)
-        cache.rollback([min(common, *cache.lengths)])
-        return cache
+    def _cache(self, model: Model, side: str, ids: list[list[int]], capacity: int, most: int | None = None) -> KVCache:
+        """A cache for these prompts: the kept one of the conversation (grown where it is too small), or an empty one."""
+        context = model.spec.context_length
+        # A conversation grows: room for the next turns saves copying it.
+        roomy = min(2 * capacity, max(capacity, min(context, most or context))) if self.prefix_cache else capacity
+        kept = self._kept.pop(side, None)
+        if kept is not None and self.prefix_cache and len(ids) == 1:
+            tokens, cache = kept
+            # At least one prompt token is read again: its logits give the first token.
+            longest = min(len(tokens), len(ids[0]) - 1)
+            common = next((i for i in range(longest) if tokens[i] != ids[0][i]), longest)
+            cache.rollback([min(common, *cache.lengths)])
+            try:
+                return cache if cache.capacity >= capacity else cache.take([0], roomy)
+            except MemoryLimitError:
+                pass  # Two copies do not fit: read again into one.
+            del cache
+        kept = None
+        try:
+            return model.new_cache(len(ids), roomy)
+        except MemoryLimitError:
+            if roomy == capacity:
+                raise
+            return model.new_cache(len(ids), capacity)
 
     def _keep(self, run: Run) -> None:
+        """After a single request: the rows that a cold run would have too. A draft that took no part keeps its older ones."""
         run.finish()
-        if self.prefix_cache and len(run.rows) == 1 and run.rows[0].finish_reason != "error":
-            row = run.rows[0]
-            rows = min(row.dense_rows, *run.cache.lengths)
-            self._kept = (row.tokens[:rows], run.cache)
+        if not self.prefix_cache or len(run.rows) != 1 or run.rows[0].finish_reason == "error":
+            return
+        row, drafter = run.rows[0], run.engine.drafter
+        self._kept["target"] = (row.tokens[: min(row.dense_rows, *run.cache.lengths)], run.cache)
+        if isinstance(drafter, ModelDrafter) and drafter.cache is not None:
+            self._kept["draft"] = (row.tokens[: min(*drafter.dense_rows, *drafter.cache.lengths)], drafter.cache)
 
     def _response(self, event: Event, run: Run) -> GenerationResponse:
         stats = run.stats

@@ -36,17 +36,75 @@ def test_streaming_gives_the_same_tokens_and_closing_it_early_is_safe() -> None:
     assert tuple(one.generate(PROMPT, REQUEST).tokens) == greedy(PROMPT, 9)
 
 
-@pytest.mark.parametrize("mode", ["ar", "dense", "sparse", "rectified", "exact"])
-def test_a_kept_conversation_equals_a_cold_run(mode: str) -> None:
-    options = {"mode": mode, "budget": 16, "num_sink_tokens": 2, "num_recent_tokens": 4, "rectify_interval": 4}
-    warm = session(**options)
+CONVERSATION = {"budget": 16, "num_sink_tokens": 2, "num_recent_tokens": 4, "rectify_interval": 4, "exact_block": 6}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["draft", "self", "lookup", "none"])
+@pytest.mark.parametrize("mode", ["auto", "ar", "dense", "sparse", "rectified", "exact"])
+def test_a_kept_conversation_equals_a_cold_run(mode: str, drafter: str, temperature: float) -> None:
+    if (mode, drafter) in {("auto", "none"), ("dense", "none"), ("sparse", "self"), ("rectified", "self"), ("ar", "draft")}:
+        pytest.skip("a combination that is refused, or the same as another here")
+    options = CONVERSATION | {"mode": mode, "drafter": drafter}
+    with_draft = drafter == "draft"
+    request = RequestOptions(max_tokens=9, sampling=SamplingOptions(temperature=temperature, seed=5))
+    warm = session(with_draft, **options)
+    warm.prefix_cache = True
+    turn = PROMPT
+    for question in ((5, 6, 7), (8, 9), (1, 2, 3, 4)):
+        answer = list(warm.stream_generate(turn, request))
+        tokens = tuple(r.token for r in answer)
+        assert list(tokens) == session(with_draft, **options).generate(turn, request).tokens
+        # Rows that sparse attention wrote are not trusted; the document's are.
+        assert turn == PROMPT or answer[-1].stats.reused_prompt_tokens >= len(PROMPT)
+        turn = (*turn, *tokens, *question)
+
+
+@pytest.mark.parametrize("sparse_draft", [False, True])
+def test_the_draft_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch, sparse_draft: bool) -> None:
+    warm = session(True, **CONVERSATION, mode="sparse", sparse_draft=sparse_draft)
     warm.prefix_cache = True
     first = [r.token for r in warm.stream_generate(PROMPT, REQUEST)]
-    second = (*PROMPT, *first, 5, 6, 7)
-    answer = [r for r in warm.stream_generate(second, REQUEST)]
-    assert [r.token for r in answer] == session(**options).generate(second, REQUEST).tokens
-    # Rows that sparse attention wrote are not trusted; the document's are.
-    assert answer[-1].stats.reused_prompt_tokens >= len(PROMPT)
+    fed: list[int] = []
+    plain = draft().forward
+
+    def counting(tokens: object, num_tokens: list[int], *rest: object, **named: object) -> object:
+        fed.append(sum(num_tokens))
+        return plain(tokens, num_tokens, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draft(), "forward", counting)
+    list(warm.stream_generate((*PROMPT, *first, 5, 6, 7), REQUEST))
+    # The prompt stays; of the answer a sparse draft's own rows are read again.
+    assert fed[0] <= len(first) + 4 if sparse_draft else fed[0] <= 5
+
+
+def test_a_turn_without_the_draft_keeps_the_drafts_rows() -> None:
+    from dataclasses import replace
+
+    warm = session(True, **CONVERSATION, mode="sparse")
+    warm.prefix_cache = True
+    turn = (*PROMPT, *(r.token for r in warm.stream_generate(PROMPT, REQUEST)), 5)
+    sparse = warm.options
+    warm.options = replace(sparse, mode="ar")
+    turn = (*turn, *(r.token for r in warm.stream_generate(turn, REQUEST)), 6)
+    assert len(warm._kept["draft"][0]) >= len(PROMPT) - 1
+    warm.options = sparse
+    answer = [r.token for r in warm.stream_generate(turn, REQUEST)]
+    assert answer == session(True, **CONVERSATION, mode="sparse").generate(turn, REQUEST).tokens
+
+
+def test_a_conversation_that_outgrows_its_cache_is_copied_not_read_again() -> None:
+    warm = session(mode="ar")
+    warm.prefix_cache = True
+    turn = PROMPT
+    seen = set()
+    for _ in range(5):
+        turn = (*turn, *(r.token for r in warm.stream_generate(turn, REQUEST)), *range(30))
+        seen.add(warm._kept["target"][1].capacity)
+        answer = list(warm.stream_generate(turn, REQUEST))
+        assert [r.token for r in answer] == list(greedy(turn, 9))
+        assert answer[-1].stats.reused_prompt_tokens >= len(turn) - 31
+    assert len(seen) > 1
 
 
 def test_another_document_shares_nothing() -> None:
@@ -144,7 +202,7 @@ def test_a_conversation_never_asks_for_more_than_max_kv_size() -> None:
     warm = session(mode="ar", max_kv_size=60)
     warm.prefix_cache = True
     list(warm.stream_generate(PROMPT, REQUEST))
-    assert warm._kept is not None and warm._kept[1].capacity <= 60
+    assert warm._kept["target"][1].capacity <= 60
 
 
 def test_each_request_gets_the_logprobs_it_asked_for() -> None:
