@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,11 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def commit() -> str:
-    """Short hash of HEAD, with `+` when tracked files differ from it; `unknown` outside a checkout."""
+    """BENCH_COMMIT, or the short hash of HEAD (`+` when tracked files differ from it); `unknown` outside a checkout."""
+    if os.environ.get("BENCH_COMMIT"):
+        return os.environ["BENCH_COMMIT"]
+    if shutil.which("git") is None:
+        return "unknown"
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:
