@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dustin.backends.torch_triton.config import ModelConfig
+from dustin.backends.torch_triton.sharding import Part
 from dustin.backends.torch_triton.weights import Fetch
 from dustin.errors import ModelError
 
@@ -66,7 +67,7 @@ def open_gguf(path: Path) -> tuple[ModelConfig, Fetch]:
     tokens = reader.fields.get("tokenizer.ggml.tokens")
     config = config_from_gguf(fields, path, "output.weight" not in tensors, factors, len(tokens.data) if tokens else None)
 
-    def fetch(name: str) -> torch.Tensor | None:
+    def fetch(name: str, part: Part | None = None) -> torch.Tensor | None:
         tensor = tensors.get(gguf_name(name))
         if tensor is None:
             return None
@@ -77,7 +78,7 @@ def open_gguf(path: Path) -> tuple[ModelConfig, Fetch]:
         out = torch.from_numpy(np.array(values, dtype=np.float32))
         if config.architecture == "LlamaForCausalLM" and name.rsplit(".", 2)[-2] in ("q_proj", "k_proj"):
             out = unpermute(out, config.num_heads if "q_proj" in name else config.num_kv_heads)
-        return out
+        return out if part is None else part.of(out).clone()
 
     return config, fetch
 

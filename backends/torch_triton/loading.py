@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dustin.backends.torch_triton.config import ModelConfig, config_from_hf
+from dustin.backends.torch_triton.sharding import Part
 from dustin.backends.torch_triton.weights import Fetch, Weights, build
 from dustin.errors import ModelError, UsageError
 
@@ -33,15 +34,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load(source: Path, dtype: torch.dtype, device: torch.device) -> tuple[ModelConfig, Weights, str]:
     """Configuration, weights and name of the model at `source`. Raise ModelError that names what is missing or damaged."""
+    config, fetch, name = open_source(source)
+    return config, build(config, fetch, dtype, device), name
+
+
+def open_source(source: Path) -> tuple[ModelConfig, Fetch, str]:
+    """Configuration, a reader of tensors, and the name of the model at `source`. Raise ModelError as `load` does."""
     if source.suffix == ".gguf":
         from dustin.backends.torch_triton.gguf_loading import open_gguf
 
-        config, fetch = open_gguf(source)
-        return config, build(config, fetch, dtype, device), source.stem
+        return *open_gguf(source), source.stem
     if not source.is_dir():
         raise ModelError(f"{source} is neither a folder of safetensors nor a .gguf file")
-    config, fetch = open_folder(source)
-    return config, build(config, fetch, dtype, device), source.resolve().name
+    return *open_folder(source), source.resolve().name
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,8 +76,15 @@ def open_folder(source: Path) -> tuple[ModelConfig, Fetch]:
         raise ModelError(f"{source} holds no .safetensors file")
     where = {name: path for path in files for name in _open(path).keys()}
 
-    def fetch(name: str) -> torch.Tensor | None:
-        return None if name not in where else _open(where[name]).get_tensor(name)
+    def fetch(name: str, part: Part | None = None) -> torch.Tensor | None:
+        if name not in where:
+            return None
+        if part is None:
+            return _open(where[name]).get_tensor(name)
+        # Only the part's bytes are read: a rank never holds the whole tensor.
+        rows = _open(where[name]).get_slice(name)
+        part.check(tuple(rows.get_shape()))
+        return rows[part.start : part.stop] if part.dim == 0 else rows[:, part.start : part.stop]
 
     return config, _with_errors(fetch)
 
@@ -89,9 +101,9 @@ def _open(path: Path) -> Any:
 def _with_errors(fetch: Fetch) -> Fetch:
     from safetensors import SafetensorError
 
-    def guarded(name: str) -> torch.Tensor | None:
+    def guarded(name: str, part: Part | None = None) -> torch.Tensor | None:
         try:
-            return fetch(name)
+            return fetch(name, part)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"tensor {name} cannot be read: {error}. Fetch the model again") from error
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from dustin.backends.torch_triton.config import ModelConfig
+from dustin.backends.torch_triton.sharding import Part, Shard
 from dustin.errors import ModelError
 from dustin.interfaces import ModelSpec
 
-Fetch = Callable[[str], torch.Tensor | None]
+
+class Fetch(Protocol):
+    """Reads one tensor, or one part of it, by its Hugging Face name; None where the model has no such tensor."""
+
+    def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -99,45 +104,68 @@ class _Reader:
     def __init__(self, fetch: Fetch, dtype: torch.dtype, device: torch.device) -> None:
         self._fetch, self._dtype, self._device = fetch, dtype, device
 
-    def __call__(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._fetch(name)
+    def __call__(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
+        """The tensor `name`, whose shape in all is `shape`, or the part of it."""
+        tensor = self._fetch(name, part)
         if tensor is None:
             raise ModelError(f"tensor {name} is missing, expected shape {shape}: the model is incomplete")
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        wanted = tuple(part.stop - part.start if part and i == part.dim else n for i, n in enumerate(shape))
+        if tuple(tensor.shape) != wanted:
+            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {wanted}")
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name} has dtype {tensor.dtype}, expected fp32, fp16 or bf16")
         return tensor.to(self._device, self._dtype).contiguous()
 
-    def linear(self, prefix: str, parts: list[tuple[str, int]], columns: int) -> Linear:
-        """The named matrices [rows, columns] stacked; biases where the model has them."""
-        weight = torch.cat([self(f"{prefix}{name}.weight", rows, columns) for name, rows in parts])
-        found = [self._fetch(f"{prefix}{name}.bias") is not None for name, _ in parts]
+    def linear(self, prefix: str, parts: list[tuple[str, int, Part | None]], columns: int) -> Linear:
+        """The named matrices [rows, columns] stacked, of each the given rows; biases where the model has them."""
+        weight = torch.cat([self(f"{prefix}{name}.weight", rows, columns, part=part) for name, rows, part in parts])
+        found = [self._fetch(f"{prefix}{name}.bias") is not None for name, _, _ in parts]
         if not any(found):
             return Linear(weight, None)
-        return Linear(weight, torch.cat([self(f"{prefix}{name}.bias", rows) for name, rows in parts]))
+        return Linear(weight, torch.cat([self(f"{prefix}{name}.bias", rows, part=part) for name, rows, part in parts]))
+
+    def columns(self, name: str, rows: int, columns: int, part: Part | None) -> Linear:
+        """A matrix [rows, columns] of which this rank multiplies some columns; one rank alone adds the bias."""
+        weight = self(f"{name}.weight", rows, columns, part=part)
+        biased = self._fetch(f"{name}.bias") is not None and (part is None or part.start == 0)
+        return Linear(weight, self(f"{name}.bias", rows) if biased else None)
+
+    def vocabulary(self, name: str, size: int, columns: int, shard: Shard) -> torch.Tensor:
+        """Rows of this rank's tokens, padded with zeros to the same number on every rank."""
+        if shard.size == 1:
+            return self(name, size, columns)
+        start, share = shard.vocabulary(size)
+        held = self(name, size, columns, part=Part(0, min(start, size), min(start + share, size), size))
+        return torch.cat([held, held.new_zeros(share - len(held), columns)])
 
 
-def build(config: ModelConfig, fetch: Fetch, dtype: torch.dtype, device: torch.device) -> Weights:
-    """All weights in `dtype` on `device`, read one after the other. Raise ModelError on a missing tensor or a wrong shape."""
-    c, read = config, _Reader(fetch, dtype, device)
+def build(config: ModelConfig, fetch: Fetch, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> Weights:
+    """The weights of one rank (all of them without `shard`) in `dtype` on `device`, read one after the other.
+
+    `config` is the whole model's. Raise ModelError on a missing tensor or a wrong shape.
+    """
+    c, read, shard = config, _Reader(fetch, dtype, device), shard or Shard()
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    embedding = read("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    q_part, kv_part = shard.part(c.num_heads, c.head_dim), shard.kv_part(c.num_kv_heads, c.head_dim)
+    mlp_part = shard.part(c.intermediate_size)
+    embedding = read.vocabulary("model.embed_tokens.weight", c.vocab_size, c.hidden_size, shard)
     layers = []
     for i in range(c.num_layers):
         prefix = f"model.layers.{i}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        projections = [("q_proj", q_size, q_part), ("k_proj", kv_size, kv_part), ("v_proj", kv_size, kv_part)]
+        gates = [(name, c.intermediate_size, mlp_part) for name in ("gate_proj", "up_proj")]
         layers.append(
             Layer(
                 input_norm=read(f"{prefix}input_layernorm.weight", c.hidden_size),
-                qkv=read.linear(attention, [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)], c.hidden_size),
+                qkv=read.linear(attention, projections, c.hidden_size),
                 q_norm=read(f"{attention}q_norm.weight", c.head_dim) if c.qk_norm else None,
                 k_norm=read(f"{attention}k_norm.weight", c.head_dim) if c.qk_norm else None,
-                output=read.linear(attention, [("o_proj", c.hidden_size)], q_size),
+                output=read.columns(f"{attention}o_proj", c.hidden_size, q_size, shard.part(c.num_heads, c.head_dim, dim=1)),
                 mlp_norm=read(f"{prefix}post_attention_layernorm.weight", c.hidden_size),
-                gate_up=read.linear(mlp, [("gate_proj", c.intermediate_size), ("up_proj", c.intermediate_size)], c.hidden_size),
-                down=read.linear(mlp, [("down_proj", c.hidden_size)], c.intermediate_size),
+                gate_up=read.linear(mlp, gates, c.hidden_size),
+                down=read.columns(f"{mlp}down_proj", c.hidden_size, c.intermediate_size, shard.part(c.intermediate_size, dim=1)),
             )
         )
-    head = embedding if c.tied_embeddings else read("lm_head.weight", c.vocab_size, c.hidden_size)
+    head = embedding if c.tied_embeddings else read.vocabulary("lm_head.weight", c.vocab_size, c.hidden_size, shard)
     return Weights(embedding, tuple(layers), read("model.norm.weight", c.hidden_size), Linear(head, None))
