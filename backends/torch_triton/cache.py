@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from dustin.errors import MemoryLimitError
-from dustin.interfaces import Tap
+from dustin.backends.common.checks import check_forward, check_lengths, check_memory, host_bytes
 
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+__all__ = ["TorchCache", "available_bytes", "check_forward", "check_lengths"]
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device: what the kernel and a container limit leave, or None where nothing tells."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    free = next((int(row.split()[1]) * 1024 for row in meminfo.read_text().splitlines() if row.startswith("MemAvailable:")), None)
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    if free is not None and limit is not None and used is not None:
-        return max(0, min(free, limit - used))
-    return free
-
-
-def check_lengths(name: str, values: Sequence[int], low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
-    """The values as ints, one a sequence, each in low[b]..high[b]. Raise ValueError that names the row."""
-    if len(values) != len(low):
-        raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {len(low)} sequences")
-    for b, value in enumerate(values):
-        if not low[b] <= value <= high[b]:
-            raise ValueError(f"{name}[{b}] is {value}, expected {low[b]} to {high[b]}")
-    return tuple(int(value) for value in values)
-
-
-def check_forward(
-    num_layers: int, tokens: torch.Tensor, num_tokens: Sequence[int], cache: Any, tap: Tap | None, logits: str
-) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """The counts and tapped heads of a Model.forward over `cache`. Raise ValueError that names the bad argument."""
-    batch, rows = tokens.shape
-    if batch != cache.batch:
-        raise ValueError(f"tokens have {batch} rows, expected the {cache.batch} sequences of the cache")
-    counts = check_lengths("num_tokens", num_tokens, [0] * batch, [rows] * batch)
-    cache.check_room(counts)
-    if logits not in ("all", "last", "none"):
-        raise ValueError(f"logits is {logits!r}, expected all, last or none")
-    heads = {} if tap is None else {layer: tuple(chosen) for layer, chosen in tap.heads.items()}
-    if unknown := set(heads) - set(range(num_layers)):
-        raise ValueError(f"tap names layers {sorted(unknown)}, expected 0 to {num_layers - 1}")
-    return counts, heads
+    """Free memory of the device, or None where nothing tells."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host_bytes()
 
 
 class TorchCache:
@@ -81,12 +37,7 @@ class TorchCache:
         self.device = torch.device(device)
         self.capacity = capacity
         self.num_bytes = 2 * num_layers * batch * capacity * num_kv_heads * head_dim * dtype.itemsize
-        free = available_bytes(self.device)
-        if free is not None and self.num_bytes > free:
-            raise MemoryLimitError(
-                f"the KV cache asks for {self.num_bytes} bytes ({batch} sequences of {capacity} tokens), "
-                f"{free} are available: lower --max-kv-size or --batch"
-            )
+        check_memory(self.num_bytes, available_bytes(self.device), batch, capacity)
         shape = (batch, capacity, num_kv_heads, head_dim)
         # torch.empty: pages are committed as rows are written, so a generous capacity costs nothing until used.
         self.keys = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(num_layers)]
@@ -133,6 +84,14 @@ class TorchCache:
         dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
         self._lengths = new
         return dropped
+
+    def flat_keys(self, layer: int) -> torch.Tensor:
+        """A layer's keys as rows [B * Nmax, Hkv, D] (a view); see `places`."""
+        return self.keys[layer].flatten(0, 1)
+
+    def places(self, indices: torch.Tensor) -> torch.Tensor:
+        """Where tokens [B, n] of each sequence lie in `flat_keys`."""
+        return indices.long() + self.capacity * torch.arange(self.batch, device=self.device)[:, None]
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> TorchCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""

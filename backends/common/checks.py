@@ -1,0 +1,65 @@
+"""What every backend checks of its arguments, and what the host has of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dustin.errors import MemoryLimitError
+from dustin.interfaces import Tap
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def host_bytes() -> int | None:
+    """Free memory of the host: what the kernel and a container limit leave, or None where nothing tells."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    free = next((int(row.split()[1]) * 1024 for row in meminfo.read_text().splitlines() if row.startswith("MemAvailable:")), None)
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    if free is not None and limit is not None and used is not None:
+        return max(0, min(free, limit - used))
+    return free
+
+
+def check_lengths(name: str, values: Sequence[int], low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
+    """The values as ints, one a sequence, each in low[b]..high[b]. Raise ValueError that names the row."""
+    if len(values) != len(low):
+        raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {len(low)} sequences")
+    for b, value in enumerate(values):
+        if not low[b] <= value <= high[b]:
+            raise ValueError(f"{name}[{b}] is {value}, expected {low[b]} to {high[b]}")
+    return tuple(int(value) for value in values)
+
+
+def check_forward(
+    num_layers: int, tokens: Any, num_tokens: Sequence[int], cache: Any, tap: Tap | None, logits: str
+) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """The counts and tapped heads of a Model.forward over `cache`. Raise ValueError that names the bad argument."""
+    batch, rows = tokens.shape
+    if batch != cache.batch:
+        raise ValueError(f"tokens have {batch} rows, expected the {cache.batch} sequences of the cache")
+    counts = check_lengths("num_tokens", num_tokens, [0] * batch, [rows] * batch)
+    cache.check_room(counts)
+    if logits not in ("all", "last", "none"):
+        raise ValueError(f"logits is {logits!r}, expected all, last or none")
+    heads = {} if tap is None else {layer: tuple(chosen) for layer, chosen in tap.heads.items()}
+    if unknown := set(heads) - set(range(num_layers)):
+        raise ValueError(f"tap names layers {sorted(unknown)}, expected 0 to {num_layers - 1}")
+    return counts, heads
+
+
+def check_memory(asked: int, free: int | None, batch: int, capacity: int) -> None:
+    """Raise MemoryLimitError where a KV cache asks for more bytes than are free (None: nobody knows)."""
+    if free is not None and asked > free:
+        raise MemoryLimitError(
+            f"the KV cache asks for {asked} bytes ({batch} sequences of {capacity} tokens), "
+            f"{free} are available: lower --max-kv-size or --batch"
+        )

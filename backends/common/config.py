@@ -1,0 +1,91 @@
+"""Shape of a decoder and how it is read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dustin.errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and switches of a decoder. `windows[i]` is the sliding width of layer i in tokens (None = full attention)."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    qk_norm: bool
+    tied_embeddings: bool
+    windows: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"num_heads is {self.num_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim is {self.head_dim}, expected an even number: RoPE turns pairs")
+        if len(self.windows) != self.num_layers:
+            raise ModelError(f"windows has {len(self.windows)} entries, expected one for each of {self.num_layers} layers")
+
+
+def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding width of each layer. Mistral slides everywhere, Qwen where it is switched on, and then from a layer on."""
+    window = config.get("sliding_window")
+    if not window or architecture == "LlamaForCausalLM":
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (window,) * num_layers
+    if not config.get("use_sliding_window"):
+        return (None,) * num_layers
+    if kinds := config.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if i >= config.get("max_window_layers", 0) else None for i in range(num_layers))
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a parsed config.json. Raise ModelError on an unsupported architecture, switch or missing field."""
+    architecture = (config.get("architectures") or [None])[0]
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"architecture is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act is {config['hidden_act']!r}, expected silu")
+    if config.get("attn_logit_softcapping"):
+        raise ModelError("attn_logit_softcapping is set, expected none: this backend has no softcap in attention")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"partial_rotary_factor is {config['partial_rotary_factor']}, expected 1: RoPE turns whole heads")
+    if "quantization_config" in config:
+        raise ModelError("quantization_config is set, expected plain fp32, fp16 or bf16 weights (or a .gguf file)")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    try:
+        num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            context_length=config["max_position_embeddings"],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
+            rope_scaling=scaling,
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            windows=_windows(config, architecture, num_layers),
+        )
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error}: the model folder is incomplete") from error
