@@ -73,6 +73,7 @@ class Engine:
         self._lagged: Queries | None = None
         self._set: TokenSet | None = None
         self._set_lengths: tuple[int, ...] = ()
+        self._unlagged: set[int] = set()  # rows that joined a running batch: the lagged queries in their place are not theirs
         self._uniforms: list[list[float]] = []
 
     # Start.
@@ -168,7 +169,8 @@ class Engine:
             context=self._penalty_context(),
             target_cache=self._target_cache,
             draft_set=self._set,
-            set_lengths=self._set_lengths,
+            # A row that takes no part must not widen the draft's set.
+            set_lengths=tuple(n if b in taking else self._target_cache.capacity for b, n in enumerate(self._set_lengths)),
             select=lambda: self._select(Drafts(None, limits), taking),
         )
         return self.drafter.propose(state)
@@ -186,6 +188,13 @@ class Engine:
             lookahead, self.drafter.tap,
         )  # fmt: skip
         chosen = self.selector.select(context)
+        if chosen is not None and lookahead is not None and self._unlagged & taking:
+            # Their first round has history alone, as a batch's first round has.
+            alone = self.selector.select(replace(context, lookahead=None))
+            if alone is not None:
+                chosen = self.backend.replace_set_rows(chosen, alone, [row.row in self._unlagged for row in self.rows])
+        if drafts.queries:
+            self._unlagged -= taking
         if chosen is not None:
             self._count_scoring(lookahead is not None, lengths)
         self._remember_set(chosen, lengths, taking)
@@ -221,6 +230,7 @@ class Engine:
             accepted = host.num_accepted[row.row]
             if count:
                 self.stats.count_round(drafts.num_drafts[row.row], accepted)
+                row.stats.count_round(drafts.num_drafts[row.row], accepted)
             if row.committed > row.prompt_length:  # The first token belongs to the prefill.
                 self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed + i for i in range(accepted + 1)))
             logprobs = _trimmed(host.logprobs[row.row], row.request.top_logprobs) if host.logprobs else None
@@ -302,6 +312,7 @@ class Engine:
                 continue
             accepted = host.num_accepted[row.row]
             self.stats.count_round(drafts.num_drafts[row.row], accepted)
+            row.stats.count_round(drafts.num_drafts[row.row], accepted)
             room = min(row.remaining - 1, self.options.exact_block - (len(row.tokens) - row.committed))
             tokens = host.tokens[row.row][: accepted + 1][:room]
             if verdict.probabilities is not None:

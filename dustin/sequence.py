@@ -10,6 +10,7 @@ import numpy as np
 
 from dustin.config import RequestOptions
 from dustin.interfaces import TokenLogprobs
+from dustin.stats import Stats
 
 
 class TextSink(Protocol):
@@ -53,7 +54,8 @@ class Sequence:
     """A request in the batch.
 
     `tokens` are the working tokens: committed ones, then (mode exact) provisional ones that a dense check may still cut.
-    `dense_rows` counts the leading KV rows that are what dense attention would have written.
+    `dense_rows` counts the leading KV rows that are what dense attention would have written. `reading` is True while the
+    prompt is read in chunks, beside others' rounds. `stats` counts this request's drafts alone.
     """
 
     def __init__(
@@ -69,13 +71,15 @@ class Sequence:
         self.dense_rows = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
+        self.reading = False
+        self.stats = Stats()
         self.uniforms = UniformStream(request.sampling.seed)
         self._sink = sink
 
     @property
     def active(self) -> bool:
-        """False once a finish reason is set."""
-        return self.finish_reason is None
+        """False while the prompt is read in chunks, and once a finish reason is set."""
+        return self.finish_reason is None and not self.reading
 
     @property
     def generated(self) -> list[int]:
