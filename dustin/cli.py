@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from dustin import __version__
-from dustin.cli_options import CONTEXT, debug_option, read_config
+from dustin.cli_options import CONTEXT, debug_option
+from dustin.config_file import read_config, variable
 from dustin.errors import DustinError
 
 INTERRUPTED = 130
@@ -18,25 +19,29 @@ INTERRUPTED = 130
 
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="dustin")
-@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with defaults for options.")
+@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file to read instead of the usual two.")
 @debug_option
 @click.pass_context
 def cli(ctx: click.Context, config: Path | None) -> None:
     """Answers from language models over long documents: speculative decoding with sparse verification.
 
-    stdout is the answer, stderr everything else. Options come from flags, then DUSTIN_* variables, then the TOML file.
+    stdout is the answer, stderr everything else. An option comes from its flag, else from its DUSTIN_* variable, else from
+    ./dustin.toml or the user's configuration file, else from the defaults (`dustin config` shows which).
     """
-    ctx.default_map = read_config(cli, config)
+    settings = read_config(cli, config)
+    ctx.ensure_object(dict)["settings"] = settings
+    ctx.default_map = settings.defaults
 
 
 def _register() -> None:
     from dustin.bench_command import bench
     from dustin.chat import chat
+    from dustin.config_command import completion, config
     from dustin.doctor import doctor
     from dustin.generate_command import generate
     from dustin.models_command import models
 
-    for command in (generate, chat, models, doctor, bench):
+    for command in (generate, chat, models, doctor, bench, config, completion):
         cli.add_command(command)
 
 
@@ -64,7 +69,7 @@ def run(args: list[str] | None = None) -> int:
 def explain(error: Exception) -> tuple[str, int]:
     """What to tell the user, and the exit code."""
     if isinstance(error, click.ClickException):
-        return error.format_message(), error.exit_code
+        return error.format_message() + _origin(error), error.exit_code
     if isinstance(error, DustinError):
         return str(error), error.exit_code
     if isinstance(error, MemoryError):
@@ -72,6 +77,14 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError):
         return str(error), 1
     return f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1
+
+
+def _origin(error: click.ClickException) -> str:
+    """Where a refused value came from, unless the user just typed it."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or not isinstance(error.param, click.Option):
+        return ""
+    source = error.ctx.get_parameter_source(str(error.param.name))
+    return f" (from the variable {variable(error.param)})" if source is click.core.ParameterSource.ENVIRONMENT else ""
 
 
 def main() -> None:

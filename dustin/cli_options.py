@@ -1,12 +1,8 @@
-"""The options of the command line: every default comes from `dustin.config`; flags beat DUSTIN_* variables beat the TOML file."""
+"""The options of the command line: every default comes from `dustin.config`."""
 
 from __future__ import annotations
 
-import os
-import sys
-import tomllib
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
@@ -159,56 +155,3 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 _NEEDS_MODE = {"rectify_interval": "rectified", "exact_block": "exact"}
 _SPARSE = ("selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share")
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")
-
-
-def config_path() -> Path:
-    """Where the configuration file lies unless --config names another."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "dustin" / "config.toml"
-    if sys.platform == "win32":
-        return Path(os.environ.get("APPDATA", str(Path.home()))) / "dustin" / "config.toml"
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dustin" / "config.toml"
-
-
-def read_config(group: click.Group, path: Path | None) -> dict[str, Any]:
-    """click's default_map from a TOML file: keys at the top go to every command that has them, [generate] to one.
-
-    Raise UsageError for a file that cannot be read and for names that no command knows.
-    """
-    if path is None:
-        path = config_path()
-        if not path.is_file():
-            return {}
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}") from error
-    names = {name: _option_names(command) for name, command in group.commands.items()}
-    shared = {key: value for key, value in content.items() if not isinstance(value, dict)}
-    result: dict[str, Any] = {name: {} for name in names}
-    for key, value in shared.items():
-        takers = [name for name, known in names.items() if key.replace("-", "_") in known]
-        if not takers:
-            raise UsageError(f"{path}: no command has an option {key!r}")
-        for name in takers:
-            result[name][names[name][key.replace("-", "_")]] = value
-    for section, table in content.items():
-        if not isinstance(table, dict):
-            continue
-        if section not in names:
-            raise UsageError(f"{path}: no command is called {section!r}, expected one of {', '.join(names)}")
-        for key, value in table.items():
-            if key.replace("-", "_") not in names[section]:
-                raise UsageError(f"{path}: `dustin {section}` has no option {key!r}")
-            result[section][names[section][key.replace("-", "_")]] = value
-    return result
-
-
-def _option_names(command: click.Command) -> dict[str, str]:
-    """Every spelling of a command's options (without dashes) -> click's parameter name."""
-    names = {}
-    for option in command.params:
-        if isinstance(option, click.Option) and option.name:
-            for flag in [option.name, *option.opts]:
-                names[flag.lstrip("-").replace("-", "_")] = option.name
-    return names

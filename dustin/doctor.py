@@ -16,7 +16,8 @@ from typing import Any
 import click
 
 from dustin import __version__
-from dustin.cli_options import CONTEXT, config_path, debug_option
+from dustin.cli_options import CONTEXT, debug_option
+from dustin.config_file import config_path
 from dustin.models import KNOWN, cache_dir
 
 _PACKAGES = (
