@@ -46,6 +46,13 @@ class Tap:
     heads: Mapping[int, tuple[int, ...]]
     last_row_only: bool = False
 
+    def places(self, want: Tap) -> dict[int, list[int]]:
+        """Layer -> where the heads of `want` lie among this tap's. Raise ValueError on one that is not there."""
+        for layer, heads in want.heads.items():
+            if missing := set(heads) - set(self.heads.get(layer, ())):
+                raise ValueError(f"heads {sorted(missing)} of layer {layer} were not captured, expected some of {self.heads}")
+        return {layer: [self.heads[layer].index(head) for head in heads] for layer, heads in want.heads.items()}
+
 
 @dataclass
 class TokenSet:
@@ -192,8 +199,11 @@ class Backend(Protocol):
     device: str
 
     # Models.
-    def load(self, source: Path, *, dtype: str = "auto") -> Model:
-        """Load a model from a folder (safetensors) or a .gguf file. Raise ModelError with the reason."""
+    def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> Model:
+        """Load a model from a folder (safetensors) or a .gguf file. Raise ModelError with the reason.
+
+        `role` is "target" or "draft": a backend of several devices splits a target over them and keeps a draft on one.
+        """
         ...
 
     # Host -> device and back.
@@ -210,18 +220,64 @@ class Backend(Protocol):
         ...
 
     # Selection (METHOD section 3).
-    def gather_rows(self, queries: Mapping[int, Array], rows: Array | Sequence[int]) -> Mapping[int, Array]:
-        """Of each [B, T, S, D] keep row `rows[b]`: [B, 1, S, D]. `rows` may be a device array (`Verdict.num_accepted`)."""
+    def gather_rows(self, queries: Mapping[int, Array], rows: Array | Sequence[int], count: int = 1) -> Mapping[int, Array]:
+        """Of each [B, T, S, D] keep the `count` rows that end at `rows[b]`: [B, count, S, D]; row 0 repeats where there are fewer.
+
+        `rows` may be a device array (`Verdict.num_accepted`).
+        """
         ...
 
     def concat_queries(self, parts: Sequence[Mapping[int, Array]]) -> Mapping[int, Array]:
         """Join captured queries along the row axis."""
         ...
 
-    def score(self, queries: Mapping[int, Array], tap: Tap, model: Model, cache: KVCache, lengths: Sequence[int]) -> Array:
+    def score(
+        self,
+        queries: Mapping[int, Array],
+        tap: Tap,
+        model: Model,
+        cache: KVCache,
+        lengths: Sequence[int],
+        within: TokenSet | None = None,
+    ) -> Array:
         """[B, Nmax] fp32, Nmax >= max(lengths): mean over layers, rows and heads of softmax_j(q.K_j * scale) over [0, lengths[b]).
 
-        Softcap and QK-norm as the model's own attention has them. -inf at and beyond lengths[b].
+        Softcap and QK-norm as the model's own attention has them. -inf at and beyond lengths[b]. With `within` only the keys
+        of that set are read: the softmax runs over them alone, and all other tokens are -inf.
+        """
+        ...
+
+    def page_scores(
+        self, queries: Mapping[int, Array], tap: Tap, model: Model, cache: KVCache, lengths: Sequence[int], page_size: int
+    ) -> Array:
+        """[B, Nmax] fp32: a token's score is its page's, the mean over layers, rows and heads of softmax over pages of the bound.
+
+        The bound on q.K_j * scale is the one that the elementwise minima and maxima of a page's keys allow (Quest). Pages are
+        `page_size` tokens from 0 on, the last one may be short. -inf at and beyond lengths[b].
+        """
+        ...
+
+    def accumulate(self, old: Array, new: Array, decay: float) -> Array:
+        """decay * old + new, [B, Nmax] of `new` or wider; old entries that are missing or -inf count as 0.
+
+        Where `new` is -inf or missing the old entry stays as it is (a row that takes no part, tokens that were not scored).
+        """
+        ...
+
+    def keep_mass(
+        self,
+        token_set: TokenSet,
+        scores: Array,
+        lengths: Sequence[int],
+        *,
+        mass: float,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+    ) -> TokenSet:
+        """The smallest part of each row's set whose scores reach `mass` (of the row's finite scores), highest first.
+
+        Sinks and recent tokens stay and count first; ties go to the lower index. A row short of `mass` keeps its whole set, and
+        so does one whose set is all of [0, lengths[b]).
         """
         ...
 
@@ -311,6 +367,34 @@ class Backend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RowComparison:
+    """Host values of `Measures.compare_logits`, each [B, T]: KL(reference || other) in nats, whether the argmax is the same, the
+    reference's top-2 gap in logits, and the log-probability of a given token under both."""
+
+    kl: Any
+    same: Any
+    gap: Any
+    reference_logprob: Any
+    logprob: Any
+
+
+class Measures(Protocol):
+    """What calibration and the fidelity benches ask of a backend beyond `Backend`: study, never a round's work. These wait."""
+
+    def compare_logits(self, reference: Array, logits: Array, tokens: Array) -> RowComparison:
+        """Row by row, in fp32 or better, of two [B, T, V] at the given tokens [B, T]."""
+        ...
+
+    def set_mass(self, token_set: TokenSet, scores: Array) -> Any:
+        """[B] host floats: the sum of a row's scores [B, Nmax] over its set (-inf counts as 0)."""
+        ...
+
+    def narrow_queries(self, queries: Mapping[int, Array], have: Tap, want: Tap) -> Mapping[int, Array]:
+        """The captured queries of the layers and heads of `want`, a part of `have`. Raise ValueError on one that is not there."""
+        ...
+
+
 @dataclass
 class Drafts:
     """What a drafter proposes: `tokens` [B, G], per-row counts, q distributions (None = one-hot), lookahead queries."""
@@ -323,7 +407,10 @@ class Drafts:
 
 @dataclass
 class SelectionContext:
-    """What a selector may look at in one round. `history` and `lookahead` are captured queries or None."""
+    """What a selector may look at in one round. `history` and `lookahead` are captured queries or None.
+
+    `inflight` [B, T] are the rows to be verified (the pending token and the drafts), `num_inflight[b]` of them valid.
+    """
 
     backend: Backend
     target: Model
@@ -335,14 +422,32 @@ class SelectionContext:
     draft_cache: KVCache | None
     lookahead: Mapping[int, Array] | None
     lookahead_tap: Tap | None
+    inflight: Array | None = None
+    num_inflight: tuple[int, ...] = ()
+
+
+@dataclass
+class SelectionCost:
+    """Bytes that the last selection read of the target's and of the draft's cache (host arithmetic)."""
+
+    target_bytes: int = 0
+    draft_bytes: int = 0
 
 
 class Selector(Protocol):
-    """Chooses the tokens that verification reads (policy; array work goes through the backend)."""
+    """Chooses the tokens that verification reads (policy; array work goes through the backend). One batch, from its start on.
+
+    `tap` names the target's queries it wants as history: the last `history_rows` confirmed rows of a round, and the last
+    `prompt_rows` of the prompt. `cost` is what its last selection read.
+    """
 
     name: str
     needs_history: bool
     needs_lookahead: bool
+    tap: Tap
+    history_rows: int
+    prompt_rows: int
+    cost: SelectionCost
 
     def select(self, context: SelectionContext) -> TokenSet | None:
         """The set of this round, or None for dense attention."""

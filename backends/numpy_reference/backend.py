@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dustin.backends.numpy_reference import loading, ops, sampling
+from dustin.backends.numpy_reference import loading, ops, sampling, set_ops
 from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
 from dustin.backends.numpy_reference.model import NumpyModel
 from dustin.backends.numpy_reference.ops import Ints
 from dustin.errors import UsageError
-from dustin.interfaces import HostVerdict, Tap, TokenLogprobs, TokenSet, Verdict, WarpBatch
+from dustin.interfaces import HostVerdict, RowComparison, Tap, TokenLogprobs, TokenSet, Verdict, WarpBatch
 
 
 def create(device: str = "auto") -> NumpyBackend:
@@ -31,7 +31,7 @@ class NumpyBackend:
     name = "numpy"
     device = "cpu"
 
-    def load(self, source: Path, *, dtype: str = "auto") -> NumpyModel:
+    def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> NumpyModel:
         """A model from a folder of safetensors. Raise UsageError on a dtype other than float64."""
         if dtype not in ("auto", "float64"):
             raise UsageError(f"dtype is {dtype!r}, expected auto or float64: the numpy backend computes in nothing else")
@@ -61,12 +61,13 @@ class NumpyBackend:
             )
         return HostVerdict(kept, tokens, tuple(bool(f) for f in verdict.finite), logprobs)
 
-    def gather_rows(self, queries: Mapping[int, Floats], rows: Ints | Sequence[int]) -> Mapping[int, Floats]:
-        """Of each [B, T, S, D] row rows[b]: [B, 1, S, D]. Raise ValueError on a row that is not there."""
+    def gather_rows(self, queries: Mapping[int, Floats], rows: Ints | Sequence[int], count: int = 1) -> Mapping[int, Floats]:
+        """Of each [B, T, S, D] the `count` rows that end at rows[b], row 0 repeated. Raise ValueError on a bad row."""
         wanted = [int(row) for row in rows]
         for q in queries.values():
             check_lengths("rows", wanted, q.shape[0], [0] * q.shape[0], [q.shape[1] - 1] * q.shape[0])
-        return {layer: q[np.arange(len(wanted)), wanted][:, None] for layer, q in queries.items()}
+        at = np.maximum(np.array(wanted, dtype=np.int64)[:, None] + np.arange(1 - count, 1), 0)
+        return {layer: q[np.arange(len(wanted))[:, None], at] for layer, q in queries.items()}
 
     def concat_queries(self, parts: Sequence[Mapping[int, Floats]]) -> Mapping[int, Floats]:
         """Join along the row axis. Raise ValueError when the parts hold different layers."""
@@ -75,10 +76,57 @@ class NumpyBackend:
         return {layer: np.concatenate([part[layer] for part in parts], axis=1) for layer in parts[0]}
 
     def score(
-        self, queries: Mapping[int, Floats], tap: Tap, model: NumpyModel, cache: Cache, lengths: Sequence[int]
+        self,
+        queries: Mapping[int, Floats],
+        tap: Tap,
+        model: NumpyModel,
+        cache: Cache,
+        lengths: Sequence[int],
+        within: TokenSet | None = None,
     ) -> npt.NDArray[np.float32]:
         """[B, max(lengths)] fp32: see ops.score."""
-        return ops.score(queries, tap, cache, lengths, num_heads=model.spec.num_heads, scale=model.scale, softcap=model.softcap)
+        shape = {"num_heads": model.spec.num_heads, "scale": model.scale}
+        return ops.score(queries, tap, cache, lengths, softcap=model.softcap, within=within, **shape)  # type: ignore[arg-type]
+
+    def page_scores(
+        self, queries: Mapping[int, Floats], tap: Tap, model: NumpyModel, cache: Cache, lengths: Sequence[int], page_size: int
+    ) -> npt.NDArray[np.float32]:
+        """[B, max(lengths)] fp32: see set_ops.page_scores."""
+        return set_ops.page_scores(
+            queries, tap, cache, lengths, page_size, num_heads=model.spec.num_heads, scale=model.scale
+        )
+
+    def accumulate(
+        self, old: npt.NDArray[np.floating], new: npt.NDArray[np.floating], decay: float
+    ) -> npt.NDArray[np.floating]:
+        """decay * old + new: see set_ops.accumulate."""
+        return set_ops.accumulate(old, new, decay)
+
+    def keep_mass(
+        self,
+        token_set: TokenSet,
+        scores: npt.NDArray[np.floating],
+        lengths: Sequence[int],
+        *,
+        mass: float,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+    ) -> TokenSet:
+        """The smallest part of each set that holds `mass`: see set_ops.keep_mass."""
+        protected = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+        return set_ops.keep_mass(token_set, scores, lengths, mass=mass, **protected)
+
+    def compare_logits(self, reference: Floats, logits: Floats, tokens: Ints) -> RowComparison:
+        """See Measures.compare_logits."""
+        return set_ops.compare_logits(reference, logits, tokens)
+
+    def set_mass(self, token_set: TokenSet, scores: npt.NDArray[np.floating]) -> Floats:
+        """See Measures.set_mass."""
+        return set_ops.set_mass(token_set, scores)
+
+    def narrow_queries(self, queries: Mapping[int, Floats], have: Tap, want: Tap) -> Mapping[int, Floats]:
+        """See Measures.narrow_queries."""
+        return {layer: queries[layer][:, :, places] for layer, places in have.places(want).items()}
 
     def select(
         self,
@@ -111,7 +159,8 @@ class NumpyBackend:
         indices = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int32)
         for b, row in enumerate(rows):
             indices[b, : len(row)] = row
-        return TokenSet(indices, np.array([len(row) for row in rows], dtype=np.int32), token_set.dense_layers)
+        by_layer = {layer: self.extend(part, starts, stops) for layer, part in token_set.by_layer.items()}
+        return TokenSet(indices, np.array([len(row) for row in rows], dtype=np.int32), token_set.dense_layers, by_layer)
 
     def replace_rows(self, old: Mapping[int, Floats], new: Mapping[int, Floats], rows: Sequence[bool]) -> Mapping[int, Floats]:
         """Row b from `new` where rows[b], else from `old`."""

@@ -112,10 +112,12 @@ def score(
     num_heads: int,
     scale: float,
     softcap: float | None,
+    within: TokenSet | None = None,
 ) -> npt.NDArray[np.float32]:
     """[B, max(lengths)] fp32: attention mass of each committed token, the mean over (layer, row, head); -inf beyond lengths[b].
 
-    `queries` maps a layer to [B, R, S, D], its S heads named by `tap.heads`. Raise ValueError when they do not fit.
+    `queries` maps a layer to [B, R, S, D], its S heads named by `tap.heads`; `within` leaves the other tokens unread, at -inf.
+    Raise ValueError when they do not fit.
     """
     if not queries:
         raise ValueError("queries is empty, expected captured queries of one layer or more")
@@ -130,10 +132,11 @@ def score(
             heads = tap.heads[layer]
             if captured.shape[0] != batch or captured.shape[2] != len(heads):
                 raise ValueError(f"queries[{layer}] has shape {captured.shape}, expected {batch} sequences and {len(heads)} heads")
-            keys = cache.keys[layer][b, :length]
+            chosen = selected(within, b, length)
+            keys = cache.keys[layer][b, chosen]
             for q in captured[b]:
                 masses.append(softmax(head_logits(q, keys, heads, num_heads // keys.shape[1], scale, softcap)))
-        total[b, :length] = np.concatenate(masses).mean(axis=0)
+        total[b, chosen] = np.concatenate(masses).mean(axis=0)
     return total.astype(np.float32)
 
 

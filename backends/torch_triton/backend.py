@@ -6,14 +6,15 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dustin.backends.torch_triton import loading, ops, sampling
-from dustin.backends.torch_triton.cache import TorchCache
+from dustin.backends.torch_triton import loading, ops, sampling, set_ops
+from dustin.backends.torch_triton.cache import TorchCache, check_lengths
 from dustin.backends.torch_triton.model import TorchModel
 from dustin.errors import UsageError
-from dustin.interfaces import HostVerdict, Tap, TokenSet, Verdict, WarpBatch
+from dustin.interfaces import HostVerdict, RowComparison, Tap, TokenSet, Verdict, WarpBatch
 
 
 def create(device: str = "auto") -> TorchBackend:
@@ -40,7 +41,7 @@ class TorchBackend:
         self._device = device
         self.device = device.type
 
-    def load(self, source: Path, *, dtype: str = "auto") -> TorchModel:
+    def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> TorchModel:
         """A model from a folder of safetensors or a .gguf file. Raise ModelError with the reason, UsageError on a bad dtype."""
         config, weights, name = loading.load(Path(source), loading.choose_dtype(dtype, self._device), self._device)
         return TorchModel(config, weights, name)
@@ -60,11 +61,15 @@ class TorchBackend:
         """Host copy of a verdict in one transfer; logprobs of the emitted tokens from logits [B, T, V] where asked for."""
         return sampling.read(verdict, logits, top_logprobs)
 
-    def gather_rows(self, queries: Mapping[int, torch.Tensor], rows: torch.Tensor | Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Of each [B, T, S, D] row rows[b]: [B, 1, S, D]."""
-        wanted = torch.as_tensor(rows, device=self._device).long()
-        at = torch.arange(len(wanted), device=self._device)
-        return {layer: q[at, wanted][:, None] for layer, q in queries.items()}
+    def gather_rows(
+        self, queries: Mapping[int, torch.Tensor], rows: torch.Tensor | Sequence[int], count: int = 1
+    ) -> Mapping[int, torch.Tensor]:
+        """Of each [B, T, S, D] the `count` rows that end at rows[b], row 0 repeated: [B, count, S, D]."""
+        wanted = torch.as_tensor(rows, device=self._device).long()[:, None]
+        if count > 1:
+            wanted = (wanted + torch.arange(1 - count, 1, device=self._device)).clamp_(min=0)
+        at = torch.arange(len(wanted), device=self._device)[:, None]
+        return {layer: q[at, wanted] for layer, q in queries.items()}
 
     def concat_queries(self, parts: Sequence[Mapping[int, torch.Tensor]]) -> Mapping[int, torch.Tensor]:
         """Join along the row axis. Raise ValueError when the parts hold different layers."""
@@ -83,10 +88,76 @@ class TorchBackend:
 
     @torch.inference_mode()
     def score(
-        self, queries: Mapping[int, torch.Tensor], tap: Tap, model: TorchModel, cache: TorchCache, lengths: Sequence[int]
+        self,
+        queries: Mapping[int, torch.Tensor],
+        tap: Tap,
+        model: TorchModel,
+        cache: TorchCache,
+        lengths: Sequence[int],
+        within: TokenSet | None = None,
     ) -> torch.Tensor:
-        """[B, max(lengths)] fp32: see ops.score."""
+        """[B, max(lengths)] fp32: see ops.score and, with `within`, set_ops.score_within."""
+        if within is not None:
+            return self._score_within(queries, tap, model, cache, lengths, within)
         return ops.score(queries, tap, cache, lengths, num_heads=model.spec.num_heads, scale=model.scale)
+
+    def _score_within(
+        self, queries: Mapping[int, torch.Tensor], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], within: TokenSet
+    ) -> torch.Tensor:
+        check_lengths("lengths", lengths, [0] * cache.batch, cache.lengths)
+        return set_ops.score_within(
+            queries, tap, cache.flat_keys, cache.places(within.indices), within, max(lengths),
+            num_heads=model.spec.num_heads, scale=model.scale,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def page_scores(
+        self, queries: Mapping[int, torch.Tensor], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], page_size: int
+    ) -> torch.Tensor:
+        """[B, max(lengths)] fp32: see set_ops.page_scores."""
+        check_lengths("lengths", lengths, [0] * cache.batch, cache.lengths)
+        every = torch.arange(max(lengths), device=self._device).expand(cache.batch, -1)
+        return set_ops.page_scores(
+            queries, tap, cache.flat_keys, cache.places(every), lengths, page_size,
+            num_heads=model.spec.num_heads, scale=model.scale,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def accumulate(self, old: torch.Tensor, new: torch.Tensor, decay: float) -> torch.Tensor:
+        """decay * old + new: see set_ops.accumulate."""
+        return set_ops.accumulate(old, new, decay)
+
+    @torch.inference_mode()
+    def keep_mass(
+        self,
+        token_set: TokenSet,
+        scores: torch.Tensor,
+        lengths: Sequence[int],
+        *,
+        mass: float,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+    ) -> TokenSet:
+        """The smallest part of each set that holds `mass`: see set_ops.keep_mass."""
+        return set_ops.keep_mass(token_set, scores, lengths, mass, num_sink_tokens, num_recent_tokens)
+
+    @torch.inference_mode()
+    def compare_logits(self, reference: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> RowComparison:
+        """See Measures.compare_logits."""
+        return set_ops.compare_logits(reference, logits, tokens)
+
+    @torch.inference_mode()
+    def set_mass(self, token_set: TokenSet, scores: torch.Tensor) -> list[float]:
+        """See Measures.set_mass."""
+        return set_ops.set_mass(token_set, scores)
+
+    @torch.inference_mode()
+    def narrow_queries(self, queries: Mapping[int, torch.Tensor], have: Tap, want: Tap) -> Mapping[int, torch.Tensor]:
+        """See Measures.narrow_queries."""
+        return {
+            layer: queries[layer] if at == list(range(queries[layer].shape[2])) else queries[layer][:, :, at]
+            for layer, at in have.places(want).items()
+        }
 
     @torch.inference_mode()
     def select(

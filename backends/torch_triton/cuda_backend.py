@@ -22,11 +22,14 @@ from dustin.triton_kernels.argmax_rows import argmax_rows
 from dustin.triton_kernels.score_heads import group_heads, score_heads
 from dustin.triton_kernels.select_tokens import select_tokens
 
+# Rows times heads of a kv head that score_heads takes at once.
+SCORE_ROWS = 128
+
 
 class CudaBackend(TorchBackend):
     """Backend of interfaces.py on a CUDA device (or, under TRITON_INTERPRET=1, on the CPU)."""
 
-    def load(self, source: Path, *, dtype: str = "auto") -> CudaModel:  # type: ignore[override]
+    def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> CudaModel:  # type: ignore[override]
         """A model from a folder of safetensors or a .gguf file. Raise ModelError with the reason, UsageError on a bad dtype."""
         config, weights, name = loading.load(Path(source), loading.choose_dtype(dtype, self._device), self._device)
         return CudaModel(config, weights, name)
@@ -37,9 +40,17 @@ class CudaBackend(TorchBackend):
 
     @torch.inference_mode()
     def score(  # type: ignore[override]
-        self, queries: Mapping[int, torch.Tensor], tap: Tap, model: CudaModel, cache: PagedCache, lengths: Sequence[int]
+        self,
+        queries: Mapping[int, torch.Tensor],
+        tap: Tap,
+        model: CudaModel,
+        cache: PagedCache,
+        lengths: Sequence[int],
+        within: TokenSet | None = None,
     ) -> torch.Tensor:
         """[B, Nmax] fp32, Nmax the longest length in whole pages: see Backend.score."""
+        if within is not None:
+            return self._score_within(queries, tap, model, cache, lengths, within)
         if not queries:
             raise ValueError("queries is empty, expected captured queries of one layer or more")
         ends = check_lengths("lengths", lengths, [0] * cache.batch, cache.lengths)
@@ -48,14 +59,18 @@ class CudaBackend(TorchBackend):
         scores = torch.empty(cache.batch, columns, dtype=torch.float32, device=self._device)
         device_ends = self._ints(ends)
         total = sum(q.shape[1] * q.shape[2] for q in queries.values())
-        for i, (layer, q) in enumerate(queries.items()):
+        added = False
+        for layer, q in queries.items():
             groups = group_heads(tap.heads[layer], model.spec.num_heads, model.spec.num_kv_heads, self._device)
-            rows = torch.full((cache.batch,), q.shape[1], dtype=torch.int32, device=self._device)
-            weight = q.shape[1] * q.shape[2] / total
-            score_heads(
-                q, cache.pool.keys[layer], cache.page_table, device_ends, groups, scores,
-                num_rows=rows, weight=weight, add=i > 0, scale=model.scale,
-            )  # fmt: skip
+            # The kernel takes SCORE_ROWS rows and heads at once: more rows (a prompt's end) go in parts.
+            for part in q.split(max(1, SCORE_ROWS // groups.heads.shape[1]), 1):
+                rows = torch.full((cache.batch,), part.shape[1], dtype=torch.int32, device=self._device)
+                weight = part.shape[1] * part.shape[2] / total
+                score_heads(
+                    part, cache.pool.keys[layer], cache.page_table, device_ends, groups, scores,
+                    num_rows=rows, weight=weight, add=added, scale=model.scale,
+                )  # fmt: skip
+                added = True
         return scores
 
     @torch.inference_mode()

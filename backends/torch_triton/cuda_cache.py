@@ -148,6 +148,15 @@ class PagedCache:
         self.pool.allocator.free(pages)
         self._lengths = tuple(0 if b == row else n for b, n in enumerate(self._lengths))
 
+    def flat_keys(self, layer: int) -> torch.Tensor:
+        """A layer's keys as rows [pages * page_size, Hkv, D] (a view); see `places`."""
+        return self.pool.keys[layer].flatten(0, 1)
+
+    def places(self, indices: torch.Tensor) -> torch.Tensor:
+        """Where tokens [B, n] of each sequence lie in `flat_keys`."""
+        at, size = indices.long(), self.pool.page_size
+        return self.page_table.long().gather(1, at // size) * size + at % size
+
     def take(self, rows: Sequence[int], capacity: int | None = None) -> PagedCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""
         check_lengths("rows", rows, [0] * len(rows), [self.batch - 1] * len(rows))

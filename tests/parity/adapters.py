@@ -35,6 +35,21 @@ def implementations(backend: Backend, to_array: ToArray, to_numpy: ToNumpy) -> d
         chosen = backend.select(optional(i["target"]), optional(i["draft"]), i["lengths"], **{name: i[name] for name in names})
         return {"indices": to_numpy(chosen.indices), "counts": to_numpy(chosen.counts)}
 
+    def the_set(i: Inputs) -> TokenSet:
+        return TokenSet(to_array(i["indices"]), to_array(i["counts"]))
+
+    def accumulate(i: Inputs) -> dict[str, Any]:
+        return {"scores": to_numpy(backend.accumulate(to_array(i["old"]), to_array(i["new"]), i["decay"]))}
+
+    def keep_mass(i: Inputs) -> dict[str, Any]:
+        options = {name: i[name] for name in ("mass", "num_sink_tokens", "num_recent_tokens")}
+        chosen = backend.keep_mass(the_set(i), to_array(i["scores"]), i["lengths"], **options)
+        return {"indices": to_numpy(chosen.indices), "counts": to_numpy(chosen.counts)}
+
+    def measures(i: Inputs) -> dict[str, Any]:
+        rows = backend.compare_logits(to_array(i["reference"]), to_array(i["logits"]), tokens(i["tokens"]))  # type: ignore[attr-defined]
+        return vars(rows) | {"mass": backend.set_mass(the_set(i), to_array(i["scores"]))}  # type: ignore[attr-defined]
+
     def accept_greedy(i: Inputs) -> dict[str, Any]:
         return unpack(backend.accept_greedy(tokens(i["drafts"]), i["num_drafts"], to_array(i["logits"])))
 
@@ -49,6 +64,9 @@ def implementations(backend: Backend, to_array: ToArray, to_numpy: ToNumpy) -> d
 
     return {
         "select": select,
+        "accumulate": accumulate,
+        "keep_mass": keep_mass,
+        "measures": measures,
         "accept_greedy": accept_greedy,
         "accept_sampled": accept_sampled,
         "probabilities": probabilities,

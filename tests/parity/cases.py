@@ -106,6 +106,57 @@ def selection(
     }
 
 
+def _subset(rng: np.random.Generator, lengths: Sequence[int], most: int) -> Inputs:
+    """Random ascending sets of up to `most` tokens."""
+    counts = np.array([min(most, length) for length in lengths], dtype=np.int32)
+    indices = np.zeros((len(lengths), most), dtype=np.int32)
+    for b, count in enumerate(counts):
+        indices[b, :count] = np.sort(rng.choice(lengths[b], count, replace=False))
+    return {"indices": indices, "counts": counts}
+
+
+def scores_within(rng: np.random.Generator, *, most: int = 20, **shape: Any) -> Inputs:
+    """Inputs of score_within."""
+    made = scores(rng, **shape)
+    return made | _subset(rng, made["lengths"], most)
+
+
+def pages(rng: np.random.Generator, *, page_size: int, **shape: Any) -> Inputs:
+    """Inputs of page_scores."""
+    return scores(rng, **shape) | {"page_size": page_size}
+
+
+def two_scores(rng: np.random.Generator, *, decay: float, old: int, new: int) -> Inputs:
+    """Inputs of accumulate: both hold -inf in places, row 1 of `new` everywhere."""
+    made = {}
+    for name, width in (("old", old), ("new", new)):
+        made[name] = rng.random((3, width)).astype(np.float32)
+        made[name][rng.random((3, width)) < 0.3] = -np.inf
+    made["new"][1] = -np.inf
+    return made | {"decay": decay}
+
+
+def massed(rng: np.random.Generator, *, mass: float, levels: int | None = None) -> Inputs:
+    """Inputs of keep_mass: the set of row 2 is its whole prefix; scores in eighths add up exactly, so thresholds cannot flake."""
+    lengths = [150, 90, 12, 64, 0]
+    values = np.floor(rng.random((5, 150)) * (levels or 64)) / 8
+    for b, length in enumerate(lengths):
+        values[b, length:] = -np.inf
+    shape = {"num_sink_tokens": 3, "num_recent_tokens": 5, "mass": mass, "lengths": lengths}
+    return {"scores": values.astype(np.float32)} | _subset(rng, lengths, 40) | shape
+
+
+def measured(rng: np.random.Generator) -> Inputs:
+    """Inputs of measures: some rows near each other, one equal, some with another argmax."""
+    reference = quantise(3 * rng.standard_normal((3, 4, 61)), "bf16")
+    logits = quantise(reference + rng.standard_normal((3, 4, 61)) * np.array([0.1, 1.0, 3.0])[:, None, None], "bf16")
+    logits[0, 0] = reference[0, 0]
+    values = rng.random((3, 50)).astype(np.float32)
+    values[1, 30:] = -np.inf
+    tokens = rng.integers(0, 61, (3, 4))
+    return {"reference": reference, "logits": logits, "tokens": tokens, "scores": values} | _subset(rng, [50, 30, 9], 16)
+
+
 def greedy(
     rng: np.random.Generator, *, agree: Sequence[int], num_drafts: Sequence[int], width: int, vocab: int = 50, trouble: str = ""
 ) -> Inputs:
@@ -323,7 +374,25 @@ def _accept_cases() -> list[Case]:
     return [*out, Case("accept_greedy-no-drafts", "accept_greedy", no_drafts)]
 
 
+def _set_cases() -> list[Case]:
+    out = [Case("measures", "measures", measured)]
+    shape = {"lengths": [130, 1, 64, 0, 77], "heads": (6, 2), "head_dim": 64, "rows": 3, "scoring": (0, 1, 4)}
+    for dtype in TOLERANCES:
+        within = functools.partial(scores_within, dtype=dtype, **shape)
+        out.append(Case(f"score_within-{dtype}", "score_within", within, dtype))
+        bounds = functools.partial(pages, page_size=16, dtype=dtype, **shape)
+        out.append(Case(f"page_scores-{dtype}", "page_scores", bounds, dtype))
+    out.append(Case("page_scores-one-token", "page_scores", functools.partial(pages, page_size=1, dtype="fp32", **shape)))
+    for name, old, new in (("longer", 40, 44), ("shorter", 44, 40)):
+        out.append(Case(f"accumulate-{name}", "accumulate", functools.partial(two_scores, decay=0.5, old=old, new=new)))
+    for mass in (0.0, 0.2, 0.9, 1.0):
+        out.append(Case(f"keep_mass-{mass}", "keep_mass", functools.partial(massed, mass=mass)))
+    out.append(Case("keep_mass-ties", "keep_mass", functools.partial(massed, mass=0.15, levels=2)))
+    return out
+
+
 CASES: tuple[Case, ...] = (
+    *_set_cases(),
     *_verify_cases(),
     *_score_cases(),
     *_select_cases(),

@@ -8,6 +8,11 @@ arrays of dtype `case.dtype`, calls, and converts back. Input values are exact i
 | dense_verify | q [B,T,Hq,D], keys, values [B,Nmax,Hkv,D] (in-flight rows at lengths[b]...), lengths, num_tokens | out, as q |
 | sparse_verify | the same, indices [B,k], counts [B] | out |
 | score | q [B,R,S,D], heads, num_heads, keys, lengths | scores [B, >= max(lengths)] |
+| score_within | as score, indices [B,k], counts [B] | scores |
+| page_scores | as score, page_size | scores |
+| accumulate | old, new [B,n], decay | scores |
+| keep_mass | scores [B,n], indices, counts, lengths, mass, num_sink/recent_tokens | indices, counts |
+| measures | reference, logits [B,T,V], tokens [B,T], scores [B,n], indices, counts | kl, same, gap, logprobs, mass |
 | select | target, draft ([B,n] or None), lengths, budget, num_sink/recent_tokens, num_draft_selected | indices, counts |
 | accept_greedy | drafts [B,G], num_drafts, logits [B,G+1,V] | num_accepted, tokens, finite |
 | accept_sampled | drafts, num_drafts, q ([B,G,V] or None), p [B,G+1,V], logits, accept_uniforms, next_uniforms | the same |
@@ -24,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from dustin.backends.numpy_reference import ops, sampling
+from dustin.backends.numpy_reference import ops, sampling, set_ops
 from dustin.backends.numpy_reference.cache import Cache
 from dustin.interfaces import Tap, TokenSet
 
@@ -95,6 +100,25 @@ def specification(op: str, inputs: Inputs) -> dict[str, Any]:
         queries = {0: i["q"].astype(np.float64)}
         args = {"num_heads": i["num_heads"], "scale": scale, "softcap": None}
         return {"scores": ops.score(queries, tap, fill_cache(i), i["lengths"], **args)}
+    if op == "score_within":
+        scale, tap = i["q"].shape[-1] ** -0.5, Tap({0: i["heads"]})
+        args = {"num_heads": i["num_heads"], "scale": scale, "softcap": None, "within": TokenSet(i["indices"], i["counts"])}
+        return {"scores": ops.score({0: i["q"].astype(np.float64)}, tap, fill_cache(i), i["lengths"], **args)}
+    if op == "page_scores":
+        scale, tap = i["q"].shape[-1] ** -0.5, Tap({0: i["heads"]})
+        args = {"num_heads": i["num_heads"], "scale": scale}
+        queries = {0: i["q"].astype(np.float64)}
+        return {"scores": set_ops.page_scores(queries, tap, fill_cache(i), i["lengths"], i["page_size"], **args)}
+    if op == "accumulate":
+        return {"scores": set_ops.accumulate(i["old"], i["new"], i["decay"])}
+    if op == "keep_mass":
+        names = ("mass", "num_sink_tokens", "num_recent_tokens")
+        chosen = TokenSet(i["indices"], i["counts"])
+        chosen = set_ops.keep_mass(chosen, i["scores"], i["lengths"], **{name: i[name] for name in names})
+        return {"indices": chosen.indices, "counts": chosen.counts}
+    if op == "measures":
+        rows = set_ops.compare_logits(i["reference"], i["logits"], i["tokens"])
+        return vars(rows) | {"mass": set_ops.set_mass(TokenSet(i["indices"], i["counts"]), i["scores"])}
     if op == "select":
         quota = ("budget", "num_sink_tokens", "num_recent_tokens", "num_draft_selected")
         chosen = ops.select(i["target"], i["draft"], i["lengths"], **{name: i[name] for name in quota})
@@ -160,9 +184,25 @@ def check(impl: Implementation, case: Case) -> None:
     got = impl(inputs)
     if case.op in ("dense_verify", "sparse_verify"):
         _check_attention(case, inputs, np.asarray(got["out"]), want["out"])
+    elif case.op == "accumulate":
+        scores = np.asarray(got["scores"])
+        _same(case, "-inf entries", np.isneginf(scores), np.isneginf(want["scores"]))
+        _close(case, "scores", np.where(np.isneginf(scores), 0, scores), np.where(np.isneginf(scores), 0, want["scores"]))
+    elif case.op == "measures":
+        _same(case, "same", got["same"], want["same"])
+        for name in ("kl", "gap", "reference_logprob", "logprob", "mass"):
+            _close(case, name, np.asarray(got[name]), want[name])
+    elif case.op in ("score_within", "page_scores"):
+        scores = np.asarray(got["scores"])
+        for b, length in enumerate(inputs["lengths"]):
+            row, exact = scores[b, :length], want["scores"][b, :length]
+            _same(case, f"-inf of scores[{b}]", np.isneginf(row), np.isneginf(exact))
+            _require(bool(np.isneginf(scores[b, length:]).all()), case, f"scores[{b}, {length}:] is not -inf")
+            if np.isfinite(exact).any():
+                _close(case, f"scores[{b}]", row[np.isfinite(exact)], exact[np.isfinite(exact)])
     elif case.op == "score":
         _check_scores(case, inputs, np.asarray(got["scores"]), want["scores"])
-    elif case.op == "select":
+    elif case.op in ("select", "keep_mass"):
         _same(case, "counts", got["counts"], want["counts"])
         for b, count in enumerate(want["counts"]):
             _same(case, f"indices[{b}]", np.asarray(got["indices"])[b, :count], want["indices"][b, :count])

@@ -17,7 +17,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("dustin
 
 import torch
 
-from dustin.backends.torch_triton import ops
+from dustin.backends.torch_triton import ops, set_ops
 from dustin.backends.torch_triton.attention import Attention
 from dustin.backends.torch_triton.cache import TorchCache
 
@@ -55,6 +55,22 @@ def kernels(dtype: torch.dtype) -> dict[str, Implementation]:
         args = {"num_heads": i["num_heads"], "scale": i["q"].shape[-1] ** -0.5}
         return {"scores": to_numpy(ops.score(queries, Tap({0: i["heads"]}), fill(i), i["lengths"], **args))}
 
+    def score_within(i: Inputs) -> dict[str, np.ndarray]:
+        cache, tap = fill(i), Tap({0: i["heads"]})
+        within = TokenSet(torch.from_numpy(i["indices"]), torch.from_numpy(i["counts"]))
+        args = {"num_heads": i["num_heads"], "scale": i["q"].shape[-1] ** -0.5}
+        queries, columns = {0: torch.from_numpy(i["q"]).to(dtype)}, max(i["lengths"])
+        places = cache.places(within.indices)
+        return {"scores": to_numpy(set_ops.score_within(queries, tap, cache.flat_keys, places, within, columns, **args))}
+
+    def page_scores(i: Inputs) -> dict[str, np.ndarray]:
+        cache, tap = fill(i), Tap({0: i["heads"]})
+        places = cache.places(torch.arange(max(i["lengths"])).expand(cache.batch, -1))
+        args = {"num_heads": i["num_heads"], "scale": i["q"].shape[-1] ** -0.5}
+        queries = {0: torch.from_numpy(i["q"]).to(dtype)}
+        got = set_ops.page_scores(queries, tap, cache.flat_keys, places, i["lengths"], i["page_size"], **args)
+        return {"scores": to_numpy(got)}
+
     def append_rollback(i: Inputs) -> dict[str, object]:
         cache = TorchCache(1, i["batch"], i["capacity"], i["num_kv_heads"], i["head_dim"], dtype=dtype)
         lengths, dropped = [], []
@@ -69,10 +85,15 @@ def kernels(dtype: torch.dtype) -> dict[str, Implementation]:
             lengths.append(cache.lengths)
         return {"lengths": lengths, "dropped": dropped, "keys": to_numpy(cache.keys[0]), "values": to_numpy(cache.values[0])}
 
-    return {"dense_verify": verify, "sparse_verify": verify, "score": score, "append_rollback": append_rollback}
+    made = {"dense_verify": verify, "sparse_verify": verify, "score": score, "append_rollback": append_rollback}
+    return made | {"score_within": score_within, "page_scores": page_scores}
 
 
-@pytest.mark.parametrize("case", cases("dense_verify", "sparse_verify", "score", "append_rollback"), ids=lambda case: case.name)
+INNER = ("dense_verify", "sparse_verify", "score", "score_within", "page_scores", "append_rollback")
+WHOLE = ("select", "accumulate", "keep_mass", "measures", "accept_greedy", "accept_sampled", "probabilities")
+
+
+@pytest.mark.parametrize("case", cases(*INNER), ids=lambda case: case.name)
 def test_inner_operation(case):
     check(kernels(DTYPES[case.dtype])[case.op], case)
 
@@ -82,7 +103,7 @@ def backend():
     return create("torch", "cpu")
 
 
-@pytest.mark.parametrize("case", cases("select", "accept_greedy", "accept_sampled", "probabilities"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases(*WHOLE), ids=lambda case: case.name)
 def test_operation(backend, case):
     check(implementations(backend, torch.from_numpy, to_numpy)[case.op], case)
 
