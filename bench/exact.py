@@ -196,7 +196,7 @@ def variants(opts: dict[str, Any], drafted: bool) -> dict[str, Any]:
 
     drafter = "draft" if drafted else "none"
     common = {"num_draft_tokens": opts["gamma"]}
-    made = {"dense": EngineOptions(mode="dense", drafter="draft" if drafted else "self", budget=opts["context"] // 8, **common)}
+    made = {"dense": EngineOptions(mode="dense", drafter="draft" if drafted else "self", budget=max(64, opts["context"] // 8), **common)}
     for text in opts["exact"].split(","):
         block, budget = (int(part) for part in text.split(":"))
         name = f"exact {block}, budget {budget}"
