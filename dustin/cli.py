@@ -12,7 +12,8 @@ import click
 from dustin import __version__
 from dustin.cli_options import CONTEXT, debug_option
 from dustin.config_file import read_config, variable
-from dustin.errors import DustinError
+from dustin.errors import DustinError, RankError, UsageError
+from dustin.launch import as_rank, world_size
 
 INTERRUPTED = 130
 
@@ -50,7 +51,18 @@ _register()
 
 def run(args: list[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0, 1 (run time), 2 (usage), 130 (Ctrl-C)."""
-    state: dict[str, Any] = {"debug": False}
+    state: dict[str, Any] = {"debug": False, "args": args}
+    try:
+        ranks = world_size()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if ranks > 1:
+        return as_rank(lambda: _run(args, state), lambda: bool(state["debug"]))
+    return _run(args, state)
+
+
+def _run(args: list[str] | None, state: dict[str, Any]) -> int:
     try:
         code = cli.main(args, prog_name="dustin", standalone_mode=False, obj=state)
         return code if isinstance(code, int) else 0
@@ -58,6 +70,8 @@ def run(args: list[str] | None = None) -> int:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
+    except RankError:
+        raise
     except Exception as error:
         if state["debug"]:
             traceback.print_exc()

@@ -9,6 +9,7 @@ import click
 
 from dustin.config import DRAFTERS, MODES, SELECTORS, EngineOptions, RequestOptions, SamplingOptions
 from dustin.errors import UsageError
+from dustin.launch import tensor_parallel_option
 from dustin.models import DEFAULT
 
 # Commands read DUSTIN_MODEL, not DUSTIN_GENERATE_MODEL: one name for every command.
@@ -77,12 +78,12 @@ def _apply(command: Any, made: list[Any]) -> Any:
 
 
 def loading_options(command: Any) -> Any:
-    """--model, --draft-model, --backend, --device, --dtype."""
+    """--model, --draft-model, --backend, --device, --dtype, --tensor-parallel."""
     made = [
         click.option(*flags, name, default=default, show_default=default is not None, help=text)
         for name, (flags, text, default) in LOADING.items()
     ]
-    return _apply(command, made)
+    return _apply(tensor_parallel_option(command), made)
 
 
 def engine_options(command: Any) -> Any:

@@ -33,3 +33,7 @@ class MemoryLimitError(DustinError):
 
 class NumericsError(DustinError):
     """NaN logits."""
+
+
+class RankError(DustinError):
+    """A rank of a tensor-parallel run that failed, ended or does not answer."""

@@ -335,7 +335,7 @@ def load(
     if draft_source is not None:
         check_compatible(tokenizer, Tokenizer.load(draft_source))
     target = engine.load(source, dtype=dtype)
-    draft = engine.load(draft_source, dtype=dtype) if draft_source is not None else None
+    draft = engine.load(draft_source, dtype=dtype, role="draft") if draft_source is not None else None
     if draft is not None:
         # Padded vocabularies differ in size between models of one family; the shared tokens are what counts.
         shared = min(target.spec.vocab_size, draft.spec.vocab_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +32,28 @@ def set_of_layer(token_set: TokenSet | None, layer: int) -> TokenSet | None:
     return None if layer in token_set.dense_layers else token_set
 
 
-class TorchModel:
-    """Model of interfaces.py."""
+class Peers(Protocol):
+    """What a model that holds one rank's shard needs of the other ranks."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+    rank: int
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks."""
+        ...
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """On rank 0 every rank's [R, n] side by side; elsewhere x itself."""
+        ...
+
+
+class TorchModel:
+    """Model of interfaces.py.
+
+    With `peers` it is one rank's shard: `config` counts this rank's heads, sums run over ranks, and rank 0 alone has logits.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, name: str, peers: Peers | None = None) -> None:
+        self.peers = peers
         self.config = config
         self.weights = weights
         self.scale = config.head_dim**-0.5
@@ -48,7 +67,8 @@ class TorchModel:
         """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""
         if not 1 <= size <= self.config.vocab_size:
             raise ValueError(f"size is {size}, expected 1 to {self.config.vocab_size}")
-        self._head = Linear(self.weights.head.weight[:size], None)
+        if self.peers is None:
+            self._head = Linear(self.weights.head.weight[:size], None)
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
 
     def new_cache(self, batch: int, capacity: int) -> TorchCache:
@@ -91,7 +111,7 @@ class TorchModel:
         heads: dict[int, tuple[int, ...]],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Hidden states [R, H] after the last block and the captured queries [R, S, D] of each tapped layer."""
-        hidden = F.embedding(flat, self.weights.embedding)
+        hidden = self._embed(flat)
         queries: dict[int, torch.Tensor] = {}
         if not flat.numel():
             return hidden, {i: hidden.new_zeros(0, len(h), self.config.head_dim) for i, h in heads.items()}
@@ -106,8 +126,8 @@ class TorchModel:
             if i in heads:
                 queries[i] = q[:, list(heads[i])]
             attended = attention(q, cache, i, set_of_layer(token_set, i), self.config.windows[i])
-            hidden = hidden + linear(attended.flatten(1), layer.output)
-            hidden = hidden + self._mlp(layer, hidden)
+            hidden = hidden + self._sum(linear(attended.flatten(1), layer.output))
+            hidden = hidden + self._sum(self._mlp(layer, hidden))
         return hidden, queries
 
     def _project(
@@ -122,6 +142,18 @@ class TorchModel:
             qk = torch.cat([self._norm(qk[:, : c.num_heads], layer.q_norm), self._norm(qk[:, c.num_heads :], layer.k_norm)], 1)
         qk = rope.rotate(qk, *turn)
         return qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, both:]
+
+    def _embed(self, flat: torch.Tensor) -> torch.Tensor:
+        """[R, H]; each rank looks up its own span of the vocabulary."""
+        if self.peers is None:
+            return F.embedding(flat, self.weights.embedding)
+        share = len(self.weights.embedding)
+        own = flat - self.peers.rank * share
+        held = (own >= 0) & (own < share)
+        return self.peers.sum(F.embedding(own.clamp(0, share - 1), self.weights.embedding) * held[:, None])
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.peers is None else self.peers.sum(x)
 
     def _mlp(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
         parts = []
@@ -140,7 +172,10 @@ class TorchModel:
             return None
         if wanted == "last":
             hidden = places.last(hidden)[:, 0]
-        out = linear(self._norm(hidden, self.weights.norm), self._head).float()
+        out = linear(self._norm(hidden, self.weights.norm), self._head)
+        if self.peers is not None:
+            out = self.peers.gather_columns(out)[:, : self.spec.vocab_size]
+        out = out.float()
         if wanted == "all":
             return places.unpack(out)
         return out[:, None]

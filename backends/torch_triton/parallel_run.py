@@ -1,0 +1,196 @@
+"""Tensor parallelism: rank 0's backend, and the loop in which the other ranks mirror its model calls.
+
+A target is split over the ranks (sharding.py); a draft lives on rank 0 alone, because a small model's all-reduces cost
+more than its products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dustin.backends.torch_triton import loading
+from dustin.backends.torch_triton.backend import TorchBackend
+from dustin.backends.torch_triton.model import TorchModel
+from dustin.backends.torch_triton.parallel import (
+    Make,
+    ParallelModel,
+    Problem,
+    attempt,
+    forward_part,
+    load_shard,
+    next_number,
+    partial_scores,
+    raise_first,
+)
+from dustin.backends.torch_triton.ranks import Ranks, join, leave
+from dustin.backends.torch_triton.sharding import Shard
+from dustin.errors import DustinError, RankError, UsageError
+from dustin.interfaces import ModelSpec, Tap, TokenSet
+
+
+class Parallel:
+    """What tensor parallelism changes of a torch backend: `load` splits a target, `score` sums over ranks."""
+
+    ranks: Ranks
+    make: Make
+
+    def _start(self, ranks: Ranks, make: Make) -> None:
+        self.ranks, self.make = ranks, make
+        self.mailbox: list[tuple[Any, ...]] = []
+
+    def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> Any:
+        """A target split over the ranks, or (role "draft") a whole model on rank 0. Raise ModelError, UsageError."""
+        if role == "draft":
+            return super().load(source, dtype=dtype)  # type: ignore[misc]
+        number = next_number()
+        # What no number of ranks can do is refused here, before any rank reads weights.
+        config, _, _ = loading.open_source(Path(source))
+        Shard(0, self.ranks.size).config(config)
+        waiting, self.mailbox[:] = list(self.mailbox), []
+        with self.ranks.guard():
+            self.ranks.order("load", {"model": number, "source": str(source), "dtype": dtype, "first": waiting})
+            local, spec = load_shard(self.ranks, self.make, Path(source), dtype)
+        return ParallelModel(self.ranks, self.mailbox, number, local, spec)
+
+    def score(self, queries: Mapping[int, torch.Tensor], tap: Tap, model: Any, cache: Any, lengths: Sequence[int]) -> torch.Tensor:
+        """[B, Nmax] fp32: see Backend.score."""
+        score = super().score  # type: ignore[misc]
+        if not isinstance(model, ParallelModel):
+            return score(queries, tap, model, cache, lengths)
+        layers = sorted(queries)
+        lengths = tuple(int(n) for n in lengths)
+        values = {
+            "cache": cache.number,
+            "heads": {layer: tuple(tap.heads[layer]) for layer in layers},
+            "lengths": lengths,
+            "columns": self.score_columns(cache.local, lengths),
+        }
+        model.order("score", values, [queries[layer] for layer in layers])
+        with torch.inference_mode(), self.ranks.guard():
+            return partial_scores(self.ranks, model.spec, score, model.local, cache.local, queries, values)
+
+    def score_columns(self, cache: Any, lengths: Sequence[int]) -> int:
+        """Width of the array that `score` gives: whole pages on a paged cache."""
+        pool = getattr(cache, "pool", None)
+        longest = max(lengths)
+        return longest if pool is None else max(1, -(-longest // pool.page_size)) * pool.page_size
+
+
+class ParallelTorchBackend(Parallel, TorchBackend):  # type: ignore[misc]
+    """Rank 0's backend on CPUs."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        TorchBackend.__init__(self, ranks.device)
+        self._start(ranks, TorchModel)
+
+
+def create(device: str = "auto") -> TorchBackend:
+    """Rank 0's backend; on another rank this follows rank 0 to the end of the run, then ends the process."""
+    ranks = join()
+    if ranks.rank:
+        follow()
+        raise SystemExit(0)
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device is {device!r}, expected auto, cpu or cuda")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    with ranks.guard():
+        ranks.order("open", {"device": kind, "first": []})
+        raise_first(ranks.agree(_open(ranks, kind)[1]))
+    return ParallelTorchBackend(ranks)
+
+
+def _open(ranks: Ranks, kind: str) -> tuple[Any, Problem]:
+    """Take this rank's device."""
+
+    def take() -> torch.device:
+        if kind == "cpu":
+            return torch.device("cpu")
+        raise UsageError("tensor parallelism runs on CPUs in this version: use --device cpu")
+
+    device, problem = attempt(take)
+    if device is not None:
+        ranks.open(device)
+    return device, problem
+
+
+def follow() -> None:
+    """On a rank other than 0: mirror rank 0's calls until it lets go. Raise RankError naming the rank that failed first."""
+    ranks = join()
+    try:
+        with ranks.guard():
+            Follower(ranks).run()
+    except RankError:
+        raise
+    except Exception as error:
+        ranks.failed(f"{type(error).__name__}: {error}")
+        raise RankError(f"rank {ranks.rank} failed: {type(error).__name__}: {error}") from error
+    leave()
+
+
+class Follower:
+    """A rank other than 0: does what rank 0 orders until it says `end`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._backend: Any = None
+        self._make: Make = TorchModel
+        self._models: dict[int, tuple[Any, ModelSpec]] = {}
+        self._caches: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Follow to the end. Raise what this rank meets, after leaving word of it."""
+        while True:
+            what, values, tensors = self._ranks.next_order()
+            for step in values["first"]:
+                self._change(*step)
+            if what == "end":
+                return
+            with torch.inference_mode():
+                self._do(what, values, tensors)
+
+    def _change(self, what: str, number: int, *rest: Any) -> None:
+        if what == "rollback":
+            self._caches[number].rollback(rest[0])
+        elif what == "take":
+            self._caches[rest[0]] = self._caches[number].take(rest[1], rest[2])
+        else:
+            self._caches.pop(number, None)
+
+    def _do(self, what: str, values: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        if what == "open":
+            device, problem = _open(self._ranks, values["device"])
+            if not any(self._ranks.agree(problem)):
+                self._backend = TorchBackend(device)
+            return
+        if what == "load":
+            try:
+                self._models[values["model"]] = load_shard(self._ranks, self._make, Path(values["source"]), values["dtype"])
+            except DustinError:
+                # Rank 0 raises the same and decides how to go on.
+                return
+            return
+        local, spec = self._models[values["model"]]
+        if what == "new_cache":
+            cache, problem = attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
+            if not any(self._ranks.agree(problem)):
+                self._caches[values["cache"]] = cache
+        elif what == "forward":
+            forward_part(
+                self._ranks, spec, local, self._caches[values["cache"]], tensors[0], _set_from(values, tensors[1:]), values
+            )
+        elif what == "score":
+            queries = dict(zip(sorted(values["heads"]), tensors, strict=True))
+            partial_scores(self._ranks, spec, self._backend.score, local, self._caches[values["cache"]], queries, values)
+
+
+def _set_from(values: dict[str, Any], tensors: list[torch.Tensor]) -> TokenSet | None:
+    """The token set that travelled with a forward."""
+    if values["dense_layers"] is None:
+        return None
+    pairs = [(tensors[i], tensors[i + 1]) for i in range(0, len(tensors), 2)]
+    by_layer = {layer: TokenSet(*pair) for layer, pair in zip(values["layers"], pairs[1:], strict=True)}
+    return TokenSet(*pairs[0], values["dense_layers"], by_layer)

@@ -1,0 +1,286 @@
+"""The ranks of tensor parallelism: one process a device, joined by torch.distributed (gloo on CPUs, NCCL on GPUs).
+
+Rank 0 drives: it alone runs the engine, samples and decides, and tells the others which model calls to mirror. So ranks
+cannot diverge. Orders travel over gloo in a group that may wait for hours; collectives inside a forward have a time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dustin.errors import RankError
+
+_HEADER = 4096
+_IDLE = timedelta(days=365)
+_BEAT_SECONDS = 0.5
+# Words by which a failed collective is known; torch raises plain RuntimeErrors.
+_PEER_ERRORS = ("gloo", "NCCL", "Connection", "Timed out", "timeout", "Broken pipe")
+
+
+def world_size() -> int:
+    """Ranks of this run as torchrun (or --tensor-parallel) says in WORLD_SIZE; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def this_rank() -> int:
+    """This process's rank, from RANK."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def time_limit() -> float:
+    """Seconds a rank may keep the others waiting in a collective, from DUSTIN_TP_TIMEOUT."""
+    return float(os.environ.get("DUSTIN_TP_TIMEOUT", "120"))
+
+
+class Ranks:
+    """All ranks of a run. `rank`, `size`, and after `open` the device of this one."""
+
+    def __init__(self) -> None:
+        """Join the others. Raise RankError when they do not come within the time limit."""
+        self.rank, self.size, self.device = this_rank(), world_size(), torch.device("cpu")
+        self._limit = timedelta(seconds=time_limit())
+        try:
+            self._store, _, _ = next(dist.rendezvous("env://", timeout=self._limit))
+            # A group of its own prefix, because the keys below are ours.
+            store = dist.PrefixStore("group", self._store)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self._limit)
+            self._orders = dist.new_group(backend="gloo", timeout=_IDLE)
+            self._data = dist.group.WORLD
+            dist.barrier()
+        except (RuntimeError, ValueError) as error:
+            raise RankError(
+                f"rank {self.rank} found not all of {self.size} ranks within {time_limit():.0f} s ({_line(error)}): see why one "
+                "did not start, and whether MASTER_ADDR and MASTER_PORT can be reached"
+            ) from error
+        self._watch = _Watch(self._store, self.rank, self.size)
+
+    def open(self, device: torch.device) -> None:
+        """Choose where models live. On GPUs the collectives of a forward go over NCCL. Called on all ranks."""
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self._data = dist.new_group(backend="nccl", timeout=self._limit)
+
+    # Inside a forward.
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        if x.numel():
+            dist.all_reduce(x, group=self._data)
+        return x
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """On rank 0 [R, size * n] from every rank's [R, n], in order of ranks; elsewhere x itself."""
+        x = x.contiguous()
+        if not x.numel():
+            return x.new_zeros(len(x), self.size * x.shape[1])
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x, parts, dst=0, group=self._data)
+        return x if parts is None else torch.cat(parts, -1)
+
+    def sum_on_first(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, valid on rank 0 alone."""
+        dist.reduce(x, dst=0, group=self._data)
+        return x
+
+    def give(self, x: torch.Tensor) -> None:
+        """Send x to rank 0."""
+        dist.send(x.contiguous(), 0, group=self._data)
+
+    def take_from(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+        """What `rank` gives: a tensor of the shape of `like`, which is overwritten."""
+        dist.recv(like, rank, group=self._data)
+        return like
+
+    # Orders of rank 0.
+
+    def order(self, what: str, values: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Tell the other ranks to do `what`. Rank 0 only."""
+        shapes = [(tuple(x.shape), x.dtype) for x in tensors]
+        body = pickle.dumps((what, values, shapes))
+        header = torch.zeros(_HEADER, dtype=torch.uint8)
+        fits = len(body) <= _HEADER - 8
+        content = len(body).to_bytes(8, "little") + (body if fits else b"")
+        header[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        dist.broadcast(header, 0, self._orders)
+        if not fits:
+            dist.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), 0, self._orders)
+        for x in tensors:
+            dist.broadcast(x.contiguous(), 0, group=self._data)
+
+    def next_order(self) -> tuple[str, dict[str, Any], list[torch.Tensor]]:
+        """Wait for rank 0's next order. Other ranks only."""
+        header = torch.zeros(_HEADER, dtype=torch.uint8)
+        dist.broadcast(header, 0, self._orders)
+        content = header.numpy().tobytes()
+        length = int.from_bytes(content[:8], "little")
+        if length <= _HEADER - 8:
+            body = content[8 : 8 + length]
+        else:
+            long = torch.zeros(length, dtype=torch.uint8)
+            dist.broadcast(long, 0, self._orders)
+            body = long.numpy().tobytes()
+        what, values, shapes = pickle.loads(body)
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        for x in tensors:
+            dist.broadcast(x, 0, group=self._data)
+        return what, values, tensors
+
+    def agree(self, mine: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, mine, group=self._orders)
+        return values
+
+    # The end.
+
+    def failed(self, message: str) -> None:
+        """Leave word of this rank's own failure for the others."""
+        with suppress(RuntimeError):
+            self._store.set(f"failed/{self.rank}", message[:2000])
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turn a collective's error into the reason why another rank is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(mark in str(error) for mark in _PEER_ERRORS):
+                raise
+            raise self.why(error) from error
+
+    def why(self, error: Exception) -> RankError:
+        """What ended the run, after a collective failed with `error`: the failure another rank left word of, if any."""
+        deadline = time.monotonic() + 4 * _BEAT_SECONDS
+        while time.monotonic() < deadline:
+            if found := self._watch.failure():
+                return RankError(found)
+            time.sleep(0.05)
+        if silent := self._watch.silent():
+            return RankError(f"rank {silent[0]} does not answer: no sign of life for {silent[1]:.0f} s ({_line(error)})")
+        return RankError(f"rank {self.rank} lost another rank, which left no word: {_line(error)}")
+
+    def close(self) -> None:
+        """Leave the group in good order."""
+        self._watch.stop()
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+_joined: list[Ranks] = []
+
+
+def join() -> Ranks:
+    """The ranks of this run; the first call waits for them all."""
+    if not _joined:
+        _joined.append(Ranks())
+    return _joined[0]
+
+
+def leave() -> None:
+    """On rank 0: let the others go. Does nothing where `join` was never called."""
+    while _joined:
+        ranks = _joined.pop()
+        if ranks.rank == 0:
+            with suppress(RuntimeError):
+                ranks.order("end", {"first": []})
+        ranks.close()
+
+
+class _Watch:
+    """A thread that ends this process when another rank has failed or gone silent: a GPU waiting for NCCL would hang."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank, self._size = rank, size
+        self._stopped = threading.Event()
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        host = socket.gethostname()
+        with suppress(RuntimeError):
+            store.set(f"process/{rank}", f"{host} {os.getpid()}")
+        self._host = host
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rank watch")
+        self._thread.start()
+
+    def failure(self) -> str | None:
+        """Which rank failed first and why; None when all seem well."""
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            try:
+                if self._store.check([f"failed/{rank}"]):
+                    return f"rank {rank} failed: {self._store.get(f'failed/{rank}').decode()}"
+                if self._store.check([f"left/{rank}"]):
+                    continue
+                if self._store.check([f"process/{rank}"]):
+                    host, pid = self._store.get(f"process/{rank}").decode().split()
+                    if host == self._host and not _alive(int(pid)):
+                        return f"rank {rank} (process {pid}) has ended without a word, killed perhaps: see its output"
+            except RuntimeError:
+                return None if self._rank == 0 else "rank 0 has ended: it no longer answers"
+        return None
+
+    def silent(self) -> tuple[int, float] | None:
+        """The rank whose sign of life is the oldest and older than a few beats, and its age in seconds."""
+        now = time.monotonic()
+        ages = [(now - seen, rank) for rank, (_, seen) in self._beats.items() if now - seen > 6 * _BEAT_SECONDS]
+        return (max(ages)[1], max(ages)[0]) if ages else None
+
+    def _beat(self, count: int) -> None:
+        with suppress(RuntimeError):
+            self._store.set(f"beat/{self._rank}", str(count))
+            for rank in set(range(self._size)) - {self._rank}:
+                if self._store.check([f"beat/{rank}"]):
+                    beat = self._store.get(f"beat/{rank}")
+                    if self._beats.get(rank, (b"", 0.0))[0] != beat:
+                        self._beats[rank] = (beat, time.monotonic())
+
+    def stop(self) -> None:
+        """Say good-bye: the end of this process is no failure."""
+        self._stopped.set()
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", "1")
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stopped.wait(_BEAT_SECONDS):
+            count += 1
+            self._beat(count)
+            found = self.failure()
+            if found and not self._stopped.wait(6 * _BEAT_SECONDS):
+                # The main thread had its chance to report; it hangs in a collective.
+                os.write(2, f"error: rank {self._rank} ends: {found}\n".encode())
+                os._exit(RankError.exit_code)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        if os.path.isdir("/proc/self"):
+            return False
+    except OSError:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
