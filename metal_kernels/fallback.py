@@ -28,24 +28,26 @@ def _attend(q: Any, k: Any, v: Any, mask: Any, num_tokens: Any, scale: float) ->
     return mx.where(live[:, :, None, None], out.transpose(turn), mx.zeros((), q.dtype))
 
 
-def dense_verify(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: float) -> Any:
-    """As metal_kernels.dense_verify.dense_verify; reads all Nmax rows of the cache."""
+def dense_plan(lengths: Any, num_tokens: Any, batch: int, rows: int, keys: int) -> tuple[Any, Any]:
+    """(mask [B, 1, T, keys], num_tokens [B, 1]): what `dense_verify` needs besides q, k and v, the same for every layer."""
     import mlx.core as mx
 
-    batch, rows = q.shape[:2]
     lengths, num_tokens = _column(lengths, batch), _column(num_tokens, batch)
     last = lengths + mx.minimum(mx.arange(rows)[None], mx.maximum(num_tokens - 1, 0))  # [B, T]
-    mask = mx.arange(k.shape[1])[None, None] <= last[:, :, None]
-    return _attend(q, k, v, mask[:, None], num_tokens, scale)
+    mask = mx.arange(keys)[None, None] <= last[:, :, None]
+    return mask[:, None], num_tokens
 
 
-def sparse_verify(
-    q: Any, k: Any, v: Any, indices: Any, counts: Any, lengths: Any, num_tokens: Any, scale: float
-) -> Any:
-    """As metal_kernels.sparse_verify.sparse_verify: gathers the k + T rows of each sequence, then stock attention."""
+def dense_verify(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: float, plan: Any | None = None) -> Any:
+    """As metal_kernels.dense_verify.dense_verify; reads all Nmax rows of the cache. `plan` is a `dense_plan` of these shapes."""
+    mask, column = plan or dense_plan(lengths, num_tokens, *q.shape[:2], k.shape[1])
+    return _attend(q, k, v, mask, column, scale)
+
+
+def sparse_plan(indices: Any, counts: Any, lengths: Any, num_tokens: Any, batch: int, rows: int, keys: int) -> tuple[Any, ...]:
+    """(sequences [B, 1], positions [B, k + T], mask [B, 1, T, k + T], num_tokens [B, 1]), the same for every layer."""
     import mlx.core as mx
 
-    batch, rows = q.shape[:2]
     lengths, num_tokens, counts = (_column(x, batch) for x in (lengths, num_tokens, counts))
     flight = mx.arange(rows)[None]
     chosen = mx.arange(indices.shape[1])[None] < counts  # [B, k]
@@ -53,25 +55,48 @@ def sparse_verify(
     positions = mx.concatenate(
         [mx.where(chosen, indices, lengths), lengths + mx.where(flight < num_tokens, flight, 0)], axis=1
     )
-    positions = mx.minimum(positions, k.shape[1] - 1)
+    positions = mx.minimum(positions, keys - 1)
     last = mx.minimum(mx.arange(rows)[None], mx.maximum(num_tokens - 1, 0))  # [B, T]
     seen = flight[:, None] <= last[:, :, None]  # [B, T, T]
     mask = mx.concatenate([mx.broadcast_to(chosen[:, None], (batch, rows, chosen.shape[1])), seen], axis=2)
-    where = mx.arange(batch)[:, None]
-    return _attend(q, k[where, positions], v[where, positions], mask[:, None], num_tokens, scale)
+    return mx.arange(batch)[:, None], positions, mask[:, None], num_tokens
+
+
+def sparse_verify(
+    q: Any,
+    k: Any,
+    v: Any,
+    indices: Any,
+    counts: Any,
+    lengths: Any,
+    num_tokens: Any,
+    scale: float,
+    plan: Any | None = None,
+) -> Any:
+    """As metal_kernels.sparse_verify.sparse_verify: gathers the k + T rows of each sequence, then stock attention.
+
+    `plan` is a `sparse_plan` of the same arrays and shapes.
+    """
+    where, positions, mask, column = plan or sparse_plan(indices, counts, lengths, num_tokens, *q.shape[:2], k.shape[1])
+    return _attend(q, k[where, positions], v[where, positions], mask, column, scale)
 
 
 def score_heads(q: Any, k: Any, heads: Any, num_heads: int, lengths: Any, scale: float) -> Any:
-    """As metal_kernels.score_heads.score_heads: plain matmul and softmax in float32."""
+    """As metal_kernels.score_heads.score_heads: matmul and softmax in float32, a KV head at a time (its keys are cast once)."""
     import mlx.core as mx
 
-    batch, capacity, kv_heads = k.shape[:3]
-    group = num_heads // kv_heads
-    keys = k[:, :, mx.array([h // group for h in heads])].astype(mx.float32)  # [B, Nmax, S, D]
-    logits = mx.einsum("brsd,bnsd->brsn", q.astype(mx.float32) * scale, keys)
+    batch, rows, scoring = q.shape[:3]
+    capacity, kv_heads = k.shape[1:3]
     inside = mx.arange(capacity)[None] < _column(lengths, batch)
-    weights = mx.softmax(mx.where(inside[:, None, None], logits, -mx.inf), axis=-1)
-    return mx.where(inside, weights.mean(axis=(1, 2)), -mx.inf)
+    by_head: dict[int, list[int]] = {}
+    for slot, head in enumerate(heads):
+        by_head.setdefault(head // (num_heads // kv_heads), []).append(slot)
+    mass = mx.zeros((batch, capacity), mx.float32)
+    for kv_head, slots in by_head.items():
+        queries = q[:, :, mx.array(slots)].reshape(batch, rows * len(slots), -1).astype(mx.float32) * scale
+        logits = queries @ k[:, :, kv_head].astype(mx.float32).swapaxes(1, 2)
+        mass = mass + mx.softmax(mx.where(inside[:, None], logits, -mx.inf), axis=-1).sum(axis=1)
+    return mx.where(inside, mass / (rows * scoring), -mx.inf)
 
 
 def append_kv(

@@ -6,6 +6,7 @@ of a shape measures (a few milliseconds to a second), later runs read the file. 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -46,6 +47,7 @@ def chip_name() -> str | None:
     return str(info.get("device_name", "unknown"))
 
 
+@functools.cache
 def source_hash() -> str:
     """Hash of every .metal text: a changed kernel is measured again."""
     digest = hashlib.sha256()
