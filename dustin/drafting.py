@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dustin.config import EngineOptions
 from dustin.interfaces import Array, Backend, Drafts, KVCache, Model, RoundState, Tap
-from dustin.prefill import prefill
+from dustin.prefill import padded_tokens, prefill
 from dustin.stats import Stats
 
 Progress = Callable[[int, int], None]
@@ -32,6 +32,13 @@ class NoDrafter:
 
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
         """Nothing to prepare."""
+
+    def admit(self, row: int, keep: int) -> None:
+        """Row `row` of a running batch begins a new sequence whose first `keep` tokens are those of the one before."""
+
+    def read(self, prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[int]:
+        """Read the first tokens of some rows (none of the others), at most most[b] new ones; how many tokens each row has then."""
+        return [len(prompt) for prompt in prompts]
 
     def propose(self, state: RoundState) -> Drafts:
         """No drafts."""
@@ -76,6 +83,26 @@ class ModelDrafter(NoDrafter):
         finally:
             # What was read so far is dense, also when the reader gave up in the middle.
             self.dense_rows = list(self.cache.lengths)
+
+    def admit(self, row: int, keep: int) -> None:
+        """Keep what is dense of the first `keep` rows."""
+        if self.cache is None:
+            raise RuntimeError("admit was called before start")
+        kept = min(keep, self.dense_rows[row])
+        self.cache.rollback([kept if b == row else n for b, n in enumerate(self.cache.lengths)])
+        self.dense_rows[row] = kept
+
+    def read(self, prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[int]:
+        """Read what is new of them, dense."""
+        cache = self.cache
+        if cache is None:
+            raise RuntimeError("read was called before start")
+        known = cache.lengths
+        unread = [row[n : n + limit] for row, n, limit in zip(prompts, known, most, strict=True)]
+        if any(unread):
+            self._draft.forward(padded_tokens(self._backend, unread), [len(row) for row in unread], cache, logits="none")
+        self.dense_rows = [now if new else n for new, now, n in zip(unread, cache.lengths, self.dense_rows, strict=True)]
+        return list(cache.lengths)
 
     def propose(self, state: RoundState) -> Drafts:
         """Feed what the draft has not seen, then one token a step; all active rows draft `max_drafts` tokens."""
@@ -177,6 +204,10 @@ class LookupDrafter(NoDrafter):
         """Index the prompts' n-grams."""
         self._indices = [{} for _ in prompts]
         self._indexed = [0] * len(prompts)
+
+    def admit(self, row: int, keep: int) -> None:
+        """Forget the row's n-grams: they are indexed when it first drafts."""
+        self._indices[row], self._indexed[row] = {}, 0
 
     def propose(self, state: RoundState) -> Drafts:
         """Drafts copied from the text; rows without a match draft nothing."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dustin.interfaces import Backend, ForwardResult, KVCache, Model, Tap
+from dustin.interfaces import Array, Backend, ForwardResult, KVCache, Model, Tap
+
+
+def padded_tokens(backend: Backend, parts: Sequence[Sequence[int]]) -> Array:
+    """[B, T] tokens of one chunk. A small T is rounded up to a power of two: backends that keep a graph a shape find it again."""
+    width = max(len(part) for part in parts)
+    wide = 1 << max(width - 1, 0).bit_length() if width <= 64 else width
+    return backend.tokens([[*parts[0], *[0] * (wide - len(parts[0]))], *parts[1:]])
 
 
 def prefill(

@@ -1,0 +1,212 @@
+"""Continuous batching: a fixed number of slots that sequences join and leave between rounds, prompts read in chunks beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Protocol, cast
+
+from dustin.config import EngineOptions, RequestOptions
+from dustin.engine import Engine
+from dustin.interfaces import Drafter, Drafts, KVCache, Tap, WarpBatch
+from dustin.planning import AutoPlanner
+from dustin.prefill import padded_tokens
+from dustin.sequence import Event, Sequence
+
+_NOTHING = RequestOptions(max_tokens=1)
+
+
+class SlotDrafter(Drafter, Protocol):
+    """A drafter whose rows begin anew one by one."""
+
+    def admit(self, row: int, keep: int) -> None:
+        """Row `row` begins a new sequence whose first `keep` tokens are those of the one before."""
+        ...
+
+    def read(self, prompts: Seq[Seq[int]], most: Seq[int]) -> list[int]:
+        """Read the first tokens of some rows, at most most[b] new ones; how many tokens each row has then."""
+        ...
+
+
+class SlotEngine(Engine):
+    """An Engine whose rows are slots: `open`, then `admit`, `read_chunk`, `step` and `release` in any order.
+
+    A slot is free, reading its prompt, or active. What a finished sequence left in the cache stays until the slot is taken
+    again: a prompt that begins with the same tokens reads only the rest. Only rows that dense attention wrote are kept, so
+    the answer equals a cold run's. A sequence's tokens do not depend on who else is in the batch (up to rounding).
+    """
+
+    def open(self, cache: KVCache, num_slots: int) -> None:
+        """Begin with `num_slots` free slots over an empty cache of that many sequences."""
+        self.cache = cache
+        self.rows = [_nobody(slot) for slot in range(num_slots)]
+        self._set_lengths = (0,) * num_slots
+        self.drafter.start([row.tokens for row in self.rows], cache.capacity + self.options.num_draft_tokens, None)
+        self._auto = self.options if self.planner is not None else None
+        # Rates of different batch sizes do not compare: one planner for each power of two.
+        self._planners: dict[int, AutoPlanner] = {}
+        self._refresh_warp()
+
+    # Slots.
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that a sequence can be admitted to."""
+        return [row.row for row in self.rows if not row.active and not row.reading]
+
+    @property
+    def reading(self) -> list[Sequence]:
+        """Sequences whose prompts are being read."""
+        return [row for row in self.rows if row.reading]
+
+    def reusable(self, slot: int, prompt: Seq[int]) -> int:
+        """How many leading tokens of `prompt` the free slot's cache rows hold. One at least is read again, for its logits."""
+        row = self.rows[slot]
+        if row.finish_reason == "error":
+            return 0
+        most = min(row.dense_rows, self._target_cache.lengths[slot], len(prompt) - 1)
+        return next((i for i in range(most) if row.tokens[i] != prompt[i]), most)
+
+    def admit(self, sequence: Sequence) -> int:
+        """Take the free slot `sequence.row`; its prompt is read by `read_chunk`. Returns the prompt tokens that need no reading.
+
+        Raise ValueError when the slot is taken or too small.
+        """
+        slot = sequence.row
+        old, cache = self.rows[slot], self._target_cache
+        if old.active or old.reading:
+            raise ValueError(f"slot {slot} is taken, expected a free one of {self.free}")
+        if sequence.prompt_length + sequence.limit > cache.capacity:
+            raise ValueError(f"the sequence needs {sequence.prompt_length + sequence.limit} rows, the slot has {cache.capacity}")
+        keep = self.reusable(slot, sequence.tokens)
+        cache.rollback([keep if b == slot else n for b, n in enumerate(cache.lengths)])
+        self._slot_drafter.admit(slot, keep)
+        sequence.reading, sequence.dense_rows = True, keep
+        self.rows[slot] = sequence
+        self.stats.sequences += 1
+        self.stats.prompt_tokens += sequence.prompt_length
+        self.stats.reused_prompt_tokens += keep
+        return keep
+
+    def release(self, slot: int, reason: str = "cancelled") -> None:
+        """End the sequence of a slot between rounds; its dense rows stay for a prompt that begins alike."""
+        row = self.rows[slot]
+        if row.finish_reason is None:
+            row.finish_reason = reason
+        row.reading = False
+        self._refresh_warp()
+
+    # Prompts.
+
+    def read_chunk(self, most: int) -> list[Event]:
+        """Read about `most` prompt tokens of the slots that are reading, shared fairly; a whole prompt gives its first token."""
+        reading = self.reading
+        if not reading:
+            return []
+        began = time.perf_counter()
+        cache = self._target_cache
+        shares = self._shares(reading, most)
+        goals = {row.row: cache.lengths[row.row] + shares[row.row] for row in reading}
+        # The last prompt token is the draft's to feed with the first token the target emits.
+        wanted = [row.tokens[: min(goals[row.row], row.prompt_length - 1)] if row.reading else [] for row in self.rows]
+        reached = self._slot_drafter.read(wanted, shares)
+        # A draft that kept fewer rows catches up first.
+        parts = [
+            row.tokens[cache.lengths[row.row] : goals[row.row]] if row.reading and have >= len(want) else []
+            for row, want, have in zip(self.rows, wanted, reached, strict=True)
+        ]
+        events = self._read_parts(parts) if any(parts) else []
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return events
+
+    def _shares(self, reading: list[Sequence], most: int) -> list[int]:
+        """Prompt tokens each slot reads now: an equal part of `most`, what short prompts leave going to the longer ones."""
+        left = {row.row: row.prompt_length - self._target_cache.lengths[row.row] for row in reading}
+        shares = [0] * len(self.rows)
+        room = max(most, len(left))
+        for rank, slot in enumerate(sorted(left, key=lambda slot: left[slot])):
+            shares[slot] = min(left[slot], room // (len(left) - rank))
+            room -= shares[slot]
+        return shares
+
+    def _read_parts(self, parts: list[list[int]]) -> list[Event]:
+        cache = self._target_cache
+        joining = {
+            row.row
+            for row, part in zip(self.rows, parts, strict=True)
+            if part and cache.lengths[row.row] + len(part) == row.prompt_length
+        }
+        out = self.target.forward(
+            padded_tokens(self.backend, parts),
+            [len(part) for part in parts],
+            cache,
+            tap=Tap(self.tap.heads, last_row_only=True) if joining else None,
+            logits="last" if joining else "none",
+        )
+        for row, part in zip(self.rows, parts, strict=True):
+            if part:
+                row.dense_rows = cache.lengths[row.row]
+        if not joining:
+            return []
+        for row in self.rows:
+            if row.row in joining:
+                row.reading = False
+        self._refresh_warp()
+        self._set_lengths = tuple(0 if b in joining else n for b, n in enumerate(self._set_lengths))
+        if self.options.lookahead_lag == 1:
+            self._unlagged |= joining
+        # The first token is a verification without drafts.
+        none = Drafts(None, (0,) * len(self.rows))
+        self._uniforms = [row.uniforms.draw(1) if row.row in joining else [] for row in self.rows]
+        verdict = self._judge(none, out)
+        if out.queries:
+            self._history = self._merged(self._history, out.queries, joining)
+        events = self._commit(none, self._read(verdict, out), joining, count=False)
+        self._after(events)
+        return events
+
+    # Rounds.
+
+    def step(self) -> list[Event]:
+        """One round for all active slots: see Engine.step."""
+        if self._auto is not None:
+            self._plan(self._auto)
+        events = super().step()
+        self._after(events)
+        return events
+
+    def _plan(self, auto: EngineOptions) -> None:
+        """What mode auto does this round: the clock decides for greedy batches alone, so that a seed repeats."""
+        if self.warp.greedy:
+            active = sum(row.active for row in self.rows)
+            size = active.bit_length()
+            if size not in self._planners:
+                self._planners[size] = AutoPlanner(self.target.spec, self.drafter.name, auto.budget)
+            self.planner, self.options = self._planners[size], auto
+        else:
+            self.planner = None
+            self.options = replace(auto, mode="dense" if self.drafter.name == "draft" else "ar")
+
+    def _after(self, events: list[Event]) -> None:
+        if any(event.finish_reason for event in events):
+            self._refresh_warp()
+
+    def _refresh_warp(self) -> None:
+        """Sampling parameters of the active rows; others are neutral, so that they cost nothing and change no path."""
+        samplings = [row.request.sampling if row.active else _NOTHING.sampling for row in self.rows]
+        self.warp = WarpBatch(**{name: tuple(getattr(s, name) for s in samplings) for name in WarpBatch.__dataclass_fields__})
+
+    def _penalty_context(self) -> list[list[int]] | None:
+        return [row.tokens if row.active else [] for row in self.rows] if self.warp.penalised else None
+
+    @property
+    def _slot_drafter(self) -> SlotDrafter:
+        return cast(SlotDrafter, self.drafter)
+
+
+def _nobody(slot: int) -> Sequence:
+    """What stands in a slot that nobody has used yet."""
+    row = Sequence(slot, [0], _NOTHING, 1, frozenset(), None)
+    row.finish_reason = "stop"
+    return row
