@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dustin.acceptance import SpeculativeAcceptance
 from dustin.config import EngineOptions, RequestOptions
@@ -20,6 +20,7 @@ from dustin.text import TextStream, Tokenizer, check_compatible
 
 Prompt = str | Seq[int] | Seq[dict[str, str]]
 Progress = Callable[[int, int], None]
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,14 @@ class Session:
             for row in run.rows
         ]
 
+    def resolve(self, *requests: RequestOptions) -> EngineOptions:
+        """The options with every `auto` of drafter and lag replaced. Raise UsageError for a combination that cannot work."""
+        return self._resolved(requests)
+
+    def forget(self) -> None:
+        """Drop the KV that `prefix_cache` kept."""
+        self._kept.clear()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a raw string, of chat messages (through the model's template), or of ids themselves."""
         if isinstance(prompt, str):
@@ -152,15 +161,20 @@ class Session:
         ]
         capacity = max(row.prompt_length + row.limit for row in rows)
         cache = cache or self._cache(self.target, "target", ids, capacity, options.max_kv_size)
-        tap = target_tap(self.target.spec)
-        drafter = self._drafter(options, stats)
+        engine = self.make_engine(Engine, options, stats)
+        drafter = engine.drafter
         if isinstance(drafter, ModelDrafter) and self.prefix_cache and len(ids) == 1 and self.draft is not None:
             room = min(capacity + options.num_draft_tokens, self.draft.spec.context_length)
             drafter.resume(self._cache(self.draft, "draft", ids, room))
+        return Run(engine, rows, cache, stats, self.backend)
+
+    def make_engine(self, kind: type[AnyEngine], options: EngineOptions, stats: Stats) -> AnyEngine:
+        """An engine of this kind over the session's models, with options as `resolve` gives them."""
+        tap = target_tap(self.target.spec)
+        drafter = self._drafter(options, stats)
         if options.mode in ("sparse", "rectified", "exact") or drafter.name == "self":
             stats.scoring = _scoring_text(tap.heads, drafter)
-        engine = Engine(self.backend, self.target, drafter, create_selector(options), SpeculativeAcceptance(), tap, options, stats)
-        return Run(engine, rows, cache, stats, self.backend)
+        return kind(self.backend, self.target, drafter, create_selector(options), SpeculativeAcceptance(), tap, options, stats)
 
     def _resolved(self, requests: Seq[RequestOptions]) -> EngineOptions:
         """Options with every `auto` of drafter and lag replaced; refuse combinations that cannot work."""
