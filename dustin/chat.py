@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from contextlib import closing
 from typing import Any
 
 import click
 
+from dustin.chat_commands import Quit, carry_out, is_command
+from dustin.chat_input import Reader, gather, history_path, open_reader
 from dustin.cli_options import (
     CONTEXT,
     build_engine_options,
@@ -19,16 +23,12 @@ from dustin.cli_options import (
     refuse_useless,
     request_options,
 )
-from dustin.config import RequestOptions
+from dustin.conversation import Conversation
 from dustin.errors import DustinError, UsageError
-from dustin.terminal import note, prefill_bar, read_file
+from dustin.status_line import StatusLine, quiet_keyboard, status_text
+from dustin.terminal import note, prefill_bar, printable, read_file
 
-HELP = """/help          this list
-/file PATH     put a text file before your next message
-/system TEXT   set the system prompt (without TEXT: remove it)
-/reset         forget the conversation
-/stats         statistics of the last answer
-/quit          leave (so does Ctrl-D); Ctrl-C stops an answer"""
+_PATIENCE_SECONDS = 0.7
 
 
 class _Stopped(Exception):
@@ -40,6 +40,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.pressed = False
+        self._patience: threading.Timer | None = None
 
     def __enter__(self) -> Interrupt:
         self._before = signal.signal(signal.SIGINT, self._press)
@@ -47,61 +48,71 @@ class Interrupt:
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+        if self._patience is not None:
+            self._patience.cancel()
 
     def _press(self, *_: object) -> None:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
+        text = b"\n[stopping after this step; Ctrl-C again cuts it short]\n"
+        self._patience = threading.Timer(_PATIENCE_SECONDS, os.write, (sys.stderr.fileno(), text))
+        self._patience.daemon = True
+        self._patience.start()
 
 
-class Conversation:
-    """History, pending documents and the last statistics of one chat."""
+class Chat:
+    """The loop: read a message, write the answer. `failure` is the exit code of the last turn that failed."""
 
-    def __init__(self, session: Any, request: RequestOptions, system: str | None, verbose: bool) -> None:
-        self.session, self.request, self.verbose = session, request, verbose
-        self.system = system
-        self.turns: list[dict[str, str]] = []
-        self.documents: list[str] = []
-        self.stats: Any = None
+    def __init__(self, conversation: Conversation, reader: Reader, verbose: bool) -> None:
+        self.conversation, self.reader, self.verbose = conversation, reader, verbose
+        self.terminal = sys.stdin.isatty()
         self.failure = 0
 
-    def command(self, line: str) -> bool:
-        """Carry out a /command; False ends the chat."""
-        name, _, rest = line.partition(" ")
-        rest = rest.strip()
-        if name in ("/quit", "/exit"):
-            return False
-        if name == "/help":
-            note(HELP)
-        elif name == "/reset":
-            self.turns, self.documents = [], []
-            note("conversation forgotten")
-        elif name == "/system":
-            self.system = rest or None
-            note("system prompt set" if rest else "system prompt removed")
-        elif name == "/file" and rest:
-            text = read_file(rest).strip("\n")
-            self.documents.append(text)
-            note(f"{rest}: {len(self.session.tokenizer.encode(text))} tokens, goes before your next message")
-        elif name == "/stats":
-            for text in self.stats.summary_lines() if self.stats else ["no answer yet"]:
-                note(text)
-        else:
-            raise UsageError("/file needs a PATH" if name == "/file" else f"unknown command {name}: /help lists them")
-        return True
+    def run(self) -> None:
+        """Until /quit or the end of input."""
+        interrupted = False
+        while True:
+            try:
+                text = self.reader.read().strip()
+                interrupted = False
+                if text == "/multi":
+                    self.answer(gather(self.reader).strip("\n"))
+                elif is_command(text):
+                    carry_out(self.conversation, text)
+                elif text:
+                    self.answer(text[1:] if text.startswith("//") else text)
+            except (EOFError, Quit):
+                return
+            except KeyboardInterrupt:
+                if interrupted or not self.terminal:
+                    raise
+                interrupted = True
+                note("Ctrl-C again, Ctrl-D or /quit leaves")
+            except DustinError as error:
+                note(f"error: {error}")
+                self.failure = error.exit_code
 
     def answer(self, message: str) -> None:
         """Ask the model and write its answer to stdout; what Ctrl-C cuts short stays in the history as far as it came."""
-        content = "\n\n".join([*self.documents, message])
-        asked = [*self.turns, {"role": "user", "content": content}]
-        system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        text = self._stream(system + asked)
-        self.documents = []
-        self.turns = [*asked, {"role": "assistant", "content": text}]
+        if not message.strip():
+            raise UsageError("the message is empty: give some text")
+        try:
+            stopped = self._stream(message)
+        except _Stopped:
+            note("[stopped before an answer: the message is forgotten]")
+            return
+        except KeyboardInterrupt:
+            # A step was cut short: what the caches hold is not to be trusted.
+            self.conversation.session.forget()
+            raise
+        self._remarks(stopped)
 
-    def _stream(self, messages: list[dict[str, str]]) -> str:
-        pieces: list[str] = []
-        with Interrupt() as interrupt, prefill_bar() as bar:
+    def _stream(self, message: str) -> bool:
+        """Write the answer; whether Ctrl-C ended it."""
+        chat, status = self.conversation, StatusLine()
+        wrote: str | None = None
+        with Interrupt() as interrupt, quiet_keyboard(status), prefill_bar() as bar:
 
             def progress(done: int, total: int) -> None:
                 if interrupt.pressed:
@@ -110,67 +121,61 @@ class Conversation:
                     bar(done, total)
 
             try:
-                with closing(self.session.stream_generate(messages, self.request, progress=progress)) as stream:
+                with closing(chat.ask(message, progress)) as stream:
                     for response in stream:
-                        self.stats = response.stats
-                        pieces.append(response.text)
-                        sys.stdout.write(response.text)
+                        text = printable(response.text)
+                        wrote = text or wrote or ""
+                        sys.stdout.write(text)
                         sys.stdout.flush()
+                        status.wrote(text)
+                        status.show(lambda: status_text(chat.stats, chat.tokens, chat.room))
                         if interrupt.pressed:
                             break
-            except _Stopped:
-                pass
-            if interrupt.pressed:
-                note("[stopped]")
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        if self.verbose and self.stats is not None:
-            for line in self.stats.summary_lines():
-                note(line)
-        return "".join(pieces)
+            finally:
+                status.close()
+                if wrote is not None and not wrote.endswith("\n"):
+                    sys.stdout.write("\n")
+                    sys.stdout.flush()
+            return interrupt.pressed
 
-    def run(self) -> None:
-        """Read lines until /quit or the end of input."""
-        terminal = sys.stdin.isatty()
-        interrupted = False
-        while True:
-            try:
-                line = input("> " if terminal else "").strip()
-                interrupted = False
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                if interrupted or not terminal:
-                    raise
-                interrupted = True
-                note("\nCtrl-C again, Ctrl-D or /quit leaves")
-                continue
-            if not line:
-                continue
-            try:
-                if not line.startswith("/"):
-                    self.answer(line)
-                elif not self.command(line):
-                    return
-            except DustinError as error:
-                note(f"error: {error}")
-                self.failure = error.exit_code
+    def _remarks(self, stopped: bool) -> None:
+        chat = self.conversation
+        if stopped:
+            note("[stopped]")
+        elif chat.full:
+            note(f"[the context of {chat.room} tokens is full: /reset begins a new conversation, /save PATH keeps this one]")
+        elif chat.finish_reason == "length":
+            note(f"[cut at --max-tokens {chat.request.max_tokens}: ask to go on]")
+        if self.verbose:
+            for line in chat.stats.summary_lines():
+                note(line)
+        elif self.terminal:
+            note(f"[{status_text(chat.stats, chat.tokens, chat.room)}]")
 
 
 @click.command(context_settings=CONTEXT)
 @click.option("--system-prompt", help="What the model is told about its task.")
+@click.option("--file", "-f", "files", multiple=True, help="Put this text file before the first message; repeatable.")
 @loading_options
 @request_options
 @engine_options
+@click.option("--history/--no-history", default=True, show_default=True, help="Keep messages for the next chat's up arrow.")
 @click.option("--verbose", is_flag=True, help="Statistics after every answer.")
 @debug_option
 @click.pass_context
 def chat(ctx: click.Context, **values: Any) -> int:
-    """Talk with a model, line by line; /help lists the commands. A long document comes in by /file PATH."""
+    """Talk with a model; /help lists the commands. A long document comes in by --file or /file PATH.
+
+    In a pipe every line of stdin is a message, and the exit code is that of the last turn that failed.
+    """
     options, request = build_engine_options(values), build_request(values)
     refuse_useless(ctx, values)
     if request.top_logprobs is not None:
         raise UsageError("--logprobs needs `dustin generate --json`: a chat has no place for them")
+    if "-" in values["files"]:
+        raise UsageError("--file - is stdin, where the messages come from: give the PATH of a file")
+    documents = [read_file(name).strip("\n") for name in values["files"]]
+    reader = open_reader(history_path() if values["history"] else None)
 
     from dustin.generation import load
 
@@ -178,14 +183,12 @@ def chat(ctx: click.Context, **values: Any) -> int:
     session = load(values["model"], values["draft_model"], options=options, **loading)
     if session.tokenizer is None or session.tokenizer.chat_template is None:
         raise UsageError(f"{values['model']} has no chat template: use `dustin generate --raw`")
-    session.prefix_cache = True
+    conversation = Conversation(session, request, values["system_prompt"])
+    conversation.documents = documents
+    session.resolve(request)
     if sys.stdin.isatty():
-        import contextlib
-
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  line editing for input()
-        note(f"{session.target.spec.name}, context {session.target.spec.context_length} tokens; /help lists the commands")
-    conversation = Conversation(session, request, values["system_prompt"], values["verbose"])
-    conversation.run()
+        note(f"{session.target.spec.name}, context {conversation.room} tokens; /help lists the commands")
+    loop = Chat(conversation, reader, values["verbose"])
+    loop.run()
     # In a pipe a turn that failed must show in the exit code; a person has seen the line.
-    return 0 if sys.stdin.isatty() else conversation.failure
+    return 0 if sys.stdin.isatty() else loop.failure

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from dustin.errors import UsageError
 
@@ -54,6 +56,17 @@ def read_prompt(positional: str | None, option: str | None, files: Sequence[str]
     if not prompt.strip():
         raise UsageError("the prompt is empty: give some text")
     return prompt
+
+
+def printable(text: str, stream: TextIO | None = None) -> str:
+    """Text for `stream` (stdout): on a terminal control characters become visible (^[), so that no answer can steer it."""
+    if not (stream or sys.stdout).isatty():
+        return text
+    return _CONTROL.sub(lambda match: f"^{chr(ord(match[0]) ^ 64)}" if match[0] < "\x80" else f"\\x{ord(match[0]):02x}", text)
+
+
+# All of C0, DEL and C1 but tab and newline.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @contextlib.contextmanager
