@@ -95,8 +95,8 @@ class StopMatcher:
 class TextStream:
     """Detokenizer and StopMatcher in one: tokens in, text to show out, `stopped` once a stop string is complete."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = (), *, continues: bool = False) -> None:
+        self._detokenizer = Detokenizer(tokenizer, continues=continues)
         self._matcher = StopMatcher(stops)
         self.stopped = False
 
