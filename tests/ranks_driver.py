@@ -1,0 +1,60 @@
+"""One rank of a test run: rank 0 generates in several modes and prints JSON, the others follow. Not a test by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+
+import dustin
+from dustin import registry
+from dustin.config import EngineOptions, RequestOptions, SamplingOptions
+
+PROMPTS = ["the quick brown fox jumps over the lazy dog, and the quick brown fox jumps over it again. " * 2, "to be or not to be"]
+SPARSE = {"budget": 40, "num_sink_tokens": 4, "num_recent_tokens": 8, "num_draft_tokens": 3}
+CASES: dict[str, dict] = {
+    "ar": {"mode": "ar"},
+    "dense": {"mode": "dense", "drafter": "draft"},
+    "self": {"mode": "dense", "drafter": "self", **SPARSE},
+    "sparse": {"mode": "sparse", **SPARSE},
+    "rectified": {"mode": "rectified", "rectify_interval": 8, **SPARSE},
+    "exact": {"mode": "exact", "exact_block": 8, **SPARSE},
+}
+
+
+def perturb() -> None:
+    """Make this rank's share of the logits noisy."""
+    from dustin.backends.torch_triton import model
+
+    plain = model.linear
+
+    def noisy(x: torch.Tensor, layer: model.Linear) -> torch.Tensor:
+        out = plain(x, layer)
+        return out + torch.randn_like(out) if layer.weight.shape[0] == noisy.rows else out
+
+    noisy.rows = int(os.environ["PERTURB_ROWS"])  # type: ignore[attr-defined]
+    model.linear = noisy
+
+
+def main() -> None:
+    """Arguments: the target's folder, the draft's, the cases."""
+    target, draft, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    if os.environ.get("PERTURB_RANK") == os.environ.get("RANK", "0"):
+        perturb()
+    found = {}
+    session = dustin.load(target, draft, dtype="float32", device="cpu", backend="torch")
+    for name in names:
+        sampling = SamplingOptions(temperature=1.0, seed=5) if name.endswith("sampled") else SamplingOptions()
+        session.options = EngineOptions(**CASES[name.removesuffix("-sampled")])
+        results = session.batch_generate(PROMPTS, RequestOptions(max_tokens=24, ignore_eos=True, sampling=sampling))
+        found[name] = [result.tokens for result in results]
+    print(json.dumps(found), flush=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        registry.leave_ranks()
+
+
+if __name__ == "__main__":
+    main()

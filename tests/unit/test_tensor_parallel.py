@@ -1,0 +1,196 @@
+"""Ranks of tensor parallelism on CPUs (gloo): tokens equal one rank's, ranks cannot diverge, failures name the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import write
+
+ROOT = Path(__file__).parents[2]
+ALL = ("ar", "dense", "self", "sparse", "rectified", "exact", "sparse-sampled")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of three layers with 4 query and 2 kv heads, and a draft."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return write(folder / "target", seed=3, num_hidden_layers=3), write(folder / "draft", seed=4)
+
+
+def start(size: int, command: list[str], environment: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    """All ranks of a run, as torchrun would start them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared |= {"PYTHONPATH": str(ROOT), "DUSTIN_TP_TIMEOUT": "60"} | (environment or {})
+    return [
+        subprocess.Popen(
+            [sys.executable, *(part.format(rank=rank) for part in command)],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        for rank in range(size)
+    ]
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that must be gone after the test."""
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank."""
+    deadline = time.monotonic() + timeout
+    ends = []
+    for process in processes:
+        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        ends.append((process.returncode, out, err))
+    return ends
+
+
+def drive(ranks: list[subprocess.Popen[str]], size: int, models: tuple[Path, Path], *cases: str, **environment: str) -> dict:
+    """What rank 0 generated."""
+    ranks += start(size, ["tests/ranks_driver.py", *map(str, models), *cases], environment)
+    ends = finish(ranks)
+    assert [code for code, _, _ in ends] == [0] * size, ends
+    return json.loads(ends[0][1])
+
+
+@pytest.fixture(scope="module")
+def alone(models: tuple[Path, Path]) -> dict:
+    """Tokens of a single process."""
+    (end,) = finish(start(1, ["tests/ranks_driver.py", *map(str, models), *ALL]))
+    assert end[0] == 0, end
+    return json.loads(end[1])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_give_the_tokens_of_one(
+    ranks: list[subprocess.Popen[str]], models: tuple[Path, Path], alone: dict, size: int
+) -> None:
+    """Every mode, greedy and sampled; with 4 ranks each kv head lies on two of them."""
+    assert len({json.dumps(alone[name]) for name in ("ar", "sparse", "sparse-sampled")}) == 3
+    assert drive(ranks, size, models, *ALL) == alone
+
+
+def test_a_rank_that_computes_wrongly_cannot_make_the_ranks_diverge(
+    ranks: list[subprocess.Popen[str]], models: tuple[Path, Path], alone: dict
+) -> None:
+    """Noise on rank 1's logits changes tokens, but rank 0 decides for all: the run ends in order."""
+    config = json.loads((models[0] / "config.json").read_text())
+    rows = -(-config["vocab_size"] // 2)
+    found = drive(ranks, 2, models, "ar", "sparse", PERTURB_RANK="1", PERTURB_ROWS=str(rows))
+    assert found["ar"] != alone["ar"]
+    assert [len(tokens) for tokens in found["sparse"]] == [24, 24]
+
+
+def test_another_model_on_one_rank_is_named(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The folder has the same path on each host but another model in it."""
+    for rank, seed in enumerate((3, 8)):
+        (tmp_path / f"host{rank}").mkdir()
+        write(tmp_path / f"host{rank}" / "model", seed=seed)
+    code = (
+        "import os, sys; os.chdir('{host}'); from dustin.cli import main; "
+        "sys.argv = ['dustin', 'generate', '-m', './model', '-p', 'x', '-n', '2', '--device', 'cpu']; main()"
+    ).replace("{host}", str(tmp_path) + "/host{rank}")
+    ranks += start(2, ["-c", code])
+    ends = finish(ranks)
+    assert ends[0][0] == 1 and "rank 1 loaded another model than rank 0" in ends[0][2]
+    assert "Traceback" not in ends[0][2] + ends[1][2]
+
+
+def test_a_killed_rank_ends_all_within_seconds(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
+    """No hang and no orphan: rank 0 says which rank is gone."""
+    command = ["-m", "dustin", "generate", "-m", str(models[0]), "--device", "cpu", "--dtype", "float32", "-p", "x", "--mode", "ar"]
+    ranks += start(2, [*command, "-n", "480", "--ignore-eos"])
+    assert ranks[0].stdout is not None
+    ranks[0].stdout.read(1)  # The first token is out.
+    ranks[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    ends = finish(ranks)
+    assert time.monotonic() - began < 20
+    assert ends[0][0] == 1
+    assert "error: rank 1" in ends[0][2] and "Traceback" not in ends[0][2]
+
+
+def test_a_failing_rank_is_named_with_its_reason(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
+    """An error inside rank 1's forward reaches rank 0's message."""
+    code = (
+        "import os, sys; from dustin.backends.torch_triton import model\n"
+        "def broken(*_): raise ValueError('the device fell over')\n"
+        "if os.environ['RANK'] == '1': model.TorchModel._mlp = broken\n"
+        "from dustin.cli import main; sys.argv = ['dustin', 'generate', '-m', '{model}', '--device', 'cpu', '-p', 'x']; main()"
+    ).replace("{model}", str(models[0]))
+    ranks += start(2, ["-c", code])
+    ends = finish(ranks)
+    assert [end[0] for end in ends] == [1, 1]
+    for _, _, err in ends:
+        assert "rank 1 failed: ValueError: the device fell over" in err and "Traceback" not in err
+
+
+def test_a_silent_rank_runs_into_the_time_limit(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
+    """A stopped process keeps its connections: the collective's time limit ends the run."""
+    command = ["-m", "dustin", "generate", "-m", str(models[0]), "--device", "cpu", "--dtype", "float32", "-p", "x", "--mode", "ar"]
+    ranks += start(2, [*command, "-n", "480", "--ignore-eos"], {"DUSTIN_TP_TIMEOUT": "5"})
+    assert ranks[0].stdout is not None
+    ranks[0].stdout.read(1)
+    ranks[1].send_signal(signal.SIGSTOP)
+    out, err = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode == 1
+    assert "error: rank 1 does not answer" in err
+
+
+def run_dustin(*args: str) -> subprocess.CompletedProcess[str]:
+    """`python -m dustin ARGS`."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    return subprocess.run(
+        [sys.executable, "-m", "dustin", *args], env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=120, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_the_option_starts_the_ranks(models: tuple[Path, Path]) -> None:
+    """`--tensor-parallel 2` prints rank 0's answer once."""
+    args = ["generate", "-m", str(models[0]), "--device", "cpu", "--dtype", "float32", "-p", "hello", "-n", "12", "--mode", "ar"]
+    one, two = run_dustin(*args), run_dustin(*args, "--tensor-parallel", "2")
+    assert one.returncode == two.returncode == 0, (one.stderr, two.stderr)
+    assert two.stdout == one.stdout
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "text"),
+    [
+        (["--tensor-parallel", "3"], 2, "3 ranks cannot share 4 query heads evenly: use 1, 2 or 4 ranks"),
+        (["--tensor-parallel", "2", "--backend", "numpy"], 2, "expected torch"),
+        (["--tensor-parallel", "0"], 2, "0 is not in the range"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(models: tuple[Path, Path], extra: list[str], code: int, text: str) -> None:
+    """One line, the right exit code, and no rank left behind."""
+    ended = run_dustin("generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "2", *extra)
+    assert ended.returncode == code
+    assert text in ended.stderr and ended.stderr.count("error:") == 1, ended.stderr
+
+
+def test_a_wrong_number_of_ranks_is_refused(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
+    """torchrun's ranks and the option disagree."""
+    ranks += start(2, ["-m", "dustin", "generate", "-m", str(models[0]), "-p", "x", "--tensor-parallel", "4"])
+    ends = finish(ranks)
+    assert ends[0][0] == 2 and "--tensor-parallel is 4, but 2 ranks are running" in ends[0][2]
