@@ -10,12 +10,14 @@ import torch.nn.functional as F
 
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagePool
+from dustin.backends.torch_triton.cuda_decode import DecodeBlocks, supports
 from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
 from dustin.backends.torch_triton.weights import Layer, Linear, Weights
 from dustin.triton_kernels import dense_verify as dense
 from dustin.triton_kernels import sparse_verify as sparse
 from dustin.triton_kernels.attention_core import AttentionWorkspace
 from dustin.triton_kernels.rope_append import rope_append
+from dustin.triton_kernels.stream_rows import capture_heads, last_norm
 from dustin.triton_kernels.translate_slots import translate_slots
 
 # Rows of one MLP product: bounds its intermediate [rows, 2 I] when a batch prefills.
@@ -73,13 +75,16 @@ class DeviceForward:
         self._cos, self._sin = cos, sin
         self._workspaces: dict[tuple[int, ...], AttentionWorkspace] = {}
         self._head_indices: dict[tuple[int, ...], torch.Tensor] = {}
+        self.blocks = DecodeBlocks(config, weights, pool, cos, sin) if supports(config, weights) else None
 
     def run(
         self, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Logits [B, T, V], [B, 1, V] or None, and for each layer of `heads` queries [B, T or 1, S, D]."""
         batch, rows = inputs.tokens.shape
-        c, eps = self.config, self.config.rms_norm_eps
+        if self.blocks is not None and batch * rows <= self.blocks.max_rows:
+            return self._run_blocks(self.blocks, inputs, heads, last_row_only, logits)
+        eps = self.config.rms_norm_eps
         residual = F.embedding(inputs.tokens, self.weights.embedding).view(batch * rows, -1)
         last = None
         if last_row_only or logits == "last":
@@ -92,16 +97,44 @@ class DeviceForward:
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
             attended = self._attend(q, inputs, i).view(batch * rows, -1)
-            # The library's products: Triton ones with norm, gate or residual inside were slower on an H200 at 1 and 32 rows.
             update = F.linear(attended, layer.output.weight, layer.output.bias)
             update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
         if logits == "none":
             return None, queries
         x = add_norm(update, residual, self.weights.norm, eps)
-        if logits == "last":
-            x = x[last]
+        return self._logits(x if logits == "all" else x[last], batch), queries
+
+    def _logits(self, x: torch.Tensor, batch: int) -> torch.Tensor:
         out = F.linear(x, self.head.weight, self.head.bias)
-        return out.view(batch, -1, out.shape[-1])[..., : c.vocab_size], queries
+        return out.view(batch, -1, out.shape[-1])[..., : self.config.vocab_size]
+
+    def _run_blocks(
+        self, blocks: DecodeBlocks, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """`run` for a few rows."""
+        queries: dict[int, torch.Tensor] = {}
+
+        def keep(i: int, q: torch.Tensor) -> None:
+            if i in heads:
+                queries[i] = capture_heads(q, self._indices_of(heads[i], q.device), inputs.num_tokens, last_row_only)
+
+        stream = blocks.run(
+            inputs.tokens, inputs.page_table, inputs.lengths, inputs.num_tokens, lambda q, i: self._attend(q, inputs, i), keep
+        )
+        if logits == "none":
+            return None, queries
+        norm, eps = self.weights.norm, self.config.rms_norm_eps
+        if logits == "last":
+            x = last_norm(stream.residual, inputs.num_tokens, norm, eps)
+        else:
+            x = add_norm(None, stream.residual, norm, eps)
+        return self._logits(x, len(inputs.tokens)), queries
+
+    def _indices_of(self, heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        # Made at the first run, before a capture, which may not copy from the host.
+        if heads not in self._head_indices:
+            self._head_indices[heads] = torch.tensor(heads, device=device)
+        return self._head_indices[heads]
 
     def _turn(self, layer: Layer, qkv: torch.Tensor, inputs: Inputs, index: int, clean: bool) -> torch.Tensor:
         """Queries [B, T, Hq, D] turned to their positions; keys and values go to the pool."""
@@ -118,10 +151,7 @@ class DeviceForward:
     def _capture(self, q: torch.Tensor, heads: tuple[int, ...], last: torch.Tensor | None) -> torch.Tensor:
         chosen = q
         if heads != tuple(range(q.shape[2])):
-            # Made at the first run, before a capture, which may not copy from the host.
-            if heads not in self._head_indices:
-                self._head_indices[heads] = torch.tensor(heads, device=q.device)
-            chosen = q.index_select(2, self._head_indices[heads])
+            chosen = q.index_select(2, self._indices_of(heads, q.device))
         return chosen if last is None else chosen.flatten(0, 1)[last][:, None]
 
     def _attend(self, q: torch.Tensor, inputs: Inputs, index: int) -> torch.Tensor:

@@ -1,0 +1,121 @@
+"""What the products of a decoding step share (up to 64 rows, everything around a product inside it): four launches a block.
+
+At a few rows a block of a small model is bound by launches and latency, not by bytes. So the RMS norm comes from sums of
+squares that the kernel before left, RoPE, the append, the gate and the residual add are epilogues, and each kernel asks
+for its weights before it waits for its input. Every weight is read once; partial sums merge in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .runtime import INTERPRETED, check_tensor
+
+MAX_ROWS = 64
+DTYPES = (torch.bfloat16, torch.float16)
+# Bytes of a weight row that one prefetch asks for.
+LINE = 256
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Tile of one program: `block_n` columns (twice that where columns come in pairs), `parts` pieces of depth `block_k` at a
+    time (the warps share the pieces), `splits` programs over the depth."""
+
+    block_n: int
+    block_k: int
+    parts: int = 1
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+class LinearScratch:
+    """Sums of squares of a residual stream [tiles, M], and the partial products and arrival counters of split products."""
+
+    def __init__(self, num_squares: int, num_partials: int, num_tiles: int, device: torch.device) -> None:
+        self.squares = torch.zeros(num_squares, dtype=torch.float32, device=device)
+        self.partials = torch.empty(max(num_partials, 1), dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max(num_tiles, 1), dtype=torch.int32, device=device)
+
+
+@dataclass
+class Stream:
+    """The residual stream between two blocks: `residual` [M, H]; `scaled` = residual * the weight of the next RMS norm, and
+    per `tiles` of columns the sums of squares of each row, which together give that norm."""
+
+    residual: torch.Tensor
+    scaled: torch.Tensor
+    scratch: LinearScratch
+    tiles: int
+
+
+@triton.jit
+def prefetch_weights(
+    w, first, begin, stop,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, BYTES: tl.constexpr, INSTRUCTION: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for columns begin..stop-1 of the BLOCK_N weight rows from `first` on (clamped inside the matrix's row)."""
+    each: tl.constexpr = BYTES // 2
+    lines: tl.constexpr = (SPAN + each - 1) // each
+    i = tl.arange(0, 128)
+    for start in range(0, BLOCK_N * lines, 128):
+        at = tl.minimum(start + i, BLOCK_N * lines - 1)
+        column = tl.minimum(begin + (at // BLOCK_N) * each, stop - each)
+        address = w + (first + at % BLOCK_N).to(tl.int64) * K + column
+        tl.inline_asm_elementwise(INSTRUCTION, "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_weights(w, columns, inside, k, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, MASK_N: tl.constexpr):
+    """Weight tile [BLOCK_K, N], or [PARTS, BLOCK_K, N], of the given columns (rows of w) and depths from k on."""
+    if PARTS == 1:
+        depth = k + tl.arange(0, BLOCK_K)
+        mask = (depth < K)[:, None]
+        if MASK_N:
+            mask = mask & inside[None, :]
+        return tl.load(w + columns.to(tl.int64)[None, :] * K + depth[:, None], mask=mask, other=0.0)
+    else:
+        depth = k + tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        mask = (depth < K)[:, :, None]
+        if MASK_N:
+            mask = mask & inside[None, None, :]
+        return tl.load(w + columns.to(tl.int64)[None, None, :] * K + depth[:, :, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_rows(x, rows, fed, k, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
+    """Input tile [BLOCK_M, BLOCK_K], or [PARTS, BLOCK_M, BLOCK_K]."""
+    if PARTS == 1:
+        depth = k + tl.arange(0, BLOCK_K)
+        return tl.load(x + rows[:, None] * K + depth[None, :], mask=fed[:, None] & (depth < K)[None, :], other=0.0)
+    else:
+        depth = k + tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        mask = fed[None, :, None] & (depth < K)[:, None, :]
+        return tl.load(x + rows[None, :, None] * K + depth[:, None, :], mask=mask, other=0.0)
+
+
+def launch_options(num_warps: int) -> dict[str, object]:
+    """Launch options; on a device with programmatic dependent launch."""
+    return {"num_warps": num_warps} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": True}
+
+
+def prefetch_options(depth: int) -> tuple[int, str]:
+    """Bytes and instruction of one prefetch; no bytes where rows are too short or the interpreter runs."""
+    if INTERPRETED or depth * 2 < LINE or depth % 8:
+        return 0, ""
+    return LINE, f"cp.async.bulk.prefetch.L2.global [$1], {LINE}; mov.u32 $0, 0;"
+
+
+def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Check x [M, K], weight [N, K], bias [N]: same 16-bit dtype, M up to MAX_ROWS. Raise ValueError naming what is wrong."""
+    check_tensor("x", x, (None, None), DTYPES)
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        raise ValueError(f"x: expected 1 to {MAX_ROWS} rows (axis 0), got {x.shape[0]}")
+    check_tensor("weight", weight, (None, x.shape[1]), (x.dtype,), x)
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), (x.dtype,), x)
