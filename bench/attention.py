@@ -129,13 +129,17 @@ def candidates(case: Case, kind: str) -> list[AttentionConfig]:
         counts = [*near[:1], 33] if group == 8 else near[:2]
         return [AttentionConfig(64, 64, 4, 5, waves=(n * group + 0.01) / 132, fused_splits=8) for n in counts]
     found = []
-    tiles = ((32, 7, False), (64, 5, False), (64, 3, True), (64, 4, True), (32, 3, True), (32, 4, True), (32, 6, True))
-    for block_n, stages, hold in tiles:
+    for block_n, stages, parts in ((64, 3, 1), (32, 3, 1), (32, 4, 1), (64, 3, 2)):
         for splits in near[:2]:
-            fused = 8 if splits <= 2 else 0
-            for early in (0, 6 << 20):
-                waves = (splits * group + 0.01) / 132
-                found.append(AttentionConfig(64, block_n, 4, stages, waves, fused, hold=hold, prefetch_bytes=early))
+            if parts > 1 and splits * parts * group > 264:
+                continue
+            for trigger, early in ((0, 0), (0, 6 << 20), (4, 6 << 20), (4, 12 << 20)):
+                waves = (splits * parts * group + 0.01) / 132
+                found.append(
+                    AttentionConfig(
+                        64, block_n, 4, stages, waves, 4, trigger=trigger, value_parts=parts, prefetch_bytes=early
+                    )
+                )
     return found
 
 
@@ -193,8 +197,8 @@ def describe(config: AttentionConfig) -> str:
     merge = "fused" if config.fused_splits else "separate"
     return (
         f"tile {config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages, "
-        f"waves {config.waves:.2f}, {merge} merge, {config.prefetch_bytes >> 20} MiB early, "
-        f"{'held' if config.hold else 'fetched'} slots"
+        f"waves {config.waves:.2f}, {merge} merge, {config.value_parts} value parts, next kernel after tile {config.trigger}, "
+        f"{config.prefetch_bytes >> 20} MiB early"
     )
 
 

@@ -251,7 +251,7 @@ class Round:
         sparse.sparse_verify(
             self.q[layer % LAYERS_HELD], *self.pools(layer), self.tables[part], self.lengths, self.fed, self.indices,
             self.counts, slots=self.slots[part], slot_counts=self.slot_counts, out=self.out,
-            workspace=self.memory.workspace, config=self.sparse_config,
+            workspace=self.memory.workspace, config=self.sparse_config, settled=layer > 0,
         )  # fmt: skip
 
     def dense_layer(self, layer: int) -> None:

@@ -28,8 +28,11 @@ class AttentionConfig:
     fused_splits: int = 8  # up to this many splits merge in the last program, more in a second kernel
     max_splits: int = 64
     dependent: bool = True  # programmatic dependent launch
-    hold: bool = False  # sparse: keep a split's slots in registers, so that the pipeline carries K and V alone
-    prefetch_bytes: int = 0  # sparse: ask the L2 for so many bytes of K and V before waiting for the kernel before
+    ahead: bool = True  # sparse: start copying committed rows before the kernel before has ended (see sparse_verify)
+    trigger: int = 0  # sparse, with `ahead`: the next kernel may start once this many tiles are read
+    value_parts: int = 1  # sparse: programs that share the value dims of a head, each with all its keys (no merge)
+    max_registers: int = 0  # a thread (0: the compiler's choice), so that programs of two kernels fit one multiprocessor
+    prefetch_bytes: int = 0  # sparse, with `ahead`: ask the L2 for so many more bytes of K and V
 
 
 class AttentionWorkspace:
@@ -72,7 +75,7 @@ def plan_attention(
 ) -> Plan:
     """Choose the number of key splits from shapes alone (never from lengths, which live on the device)."""
     row_tiles = triton.cdiv(rows, config.block_m)
-    programs = batch * num_kv_heads * row_tiles
+    programs = batch * num_kv_heads * row_tiles * config.value_parts
     processors = num_multiprocessors(device)
     # Past 16 splits the merge costs more than it spreads, unless the splits still leave processors idle.
     most = min(config.max_splits, max(16, processors // programs))
@@ -132,17 +135,53 @@ def finish_split(
             base = (group.to(tl.int64) * SPLITS + split) * BLOCK_M + rows  # [M]
             tl.store(part_ml + base * 2, m_i, mask=valid)
             tl.store(part_ml + base * 2 + 1, l_i, mask=valid)
-            tl.store(part_o + base[:, None] * BLOCK_D + dims[None, :], acc, mask=valid[:, None])
+            # `dims` may be a part of the head; the scratch row holds that part alone.
+            columns = tl.arange(0, BLOCK_D)
+            tl.store(part_o + base[:, None] * BLOCK_D + columns[None, :], acc, mask=valid[:, None])
             if FUSED:
                 # All threads' stores precede the release of the counter; its acquire precedes the reads below.
                 tl.debug_barrier()
                 arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
                 if arrived == active - 1:
-                    merged = merge_partials(
-                        part_o, part_ml, group, active, rows, dims, valid, BLOCK_D, BLOCK_M, SPLITS
-                    )  # fmt: skip
-                    store_rows(out, merged, b, t, head, dims, in_tile, T, num_heads, D)
                     tl.store(counters + group, 0)
+                    if SPLITS <= 4:
+                        merged = merge_others(
+                            acc, m_i, l_i, part_o, part_ml, group, split, active, rows, columns, valid, BLOCK_D, BLOCK_M, SPLITS
+                        )  # fmt: skip
+                    else:
+                        merged = merge_partials(
+                            part_o, part_ml, group, active, rows, columns, valid, BLOCK_D, BLOCK_M, SPLITS
+                        )  # fmt: skip
+                    store_rows(out, merged, b, t, head, dims, in_tile, T, num_heads, D)
+
+
+@triton.jit
+def merge_others(
+    acc, m_i, l_i, part_o, part_ml, group, split, active, rows, columns, valid,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """merge_partials in the last program to arrive, whose own partial is still in registers: the same sums in the same order."""
+    first = group.to(tl.int64) * SPLITS * BLOCK_M + rows
+    top = m_i
+    for s in tl.static_range(SPLITS):
+        m_s = tl.load(
+            part_ml + (first + s * BLOCK_M) * 2, mask=valid & (s < active), other=float("-inf"), cache_modifier=".cg"
+        )
+        top = tl.maximum(top, m_s)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros(rows.shape, tl.float32)
+    merged = tl.zeros(acc.shape, tl.float32)
+    for s in tl.static_range(SPLITS):
+        base = first + s * BLOCK_M
+        there = valid & (s < active) & (s != split)
+        m_s = tl.load(part_ml + base * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        l_s = tl.load(part_ml + base * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        o_s = tl.load(part_o + base[:, None] * BLOCK_D + columns[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+        own = s == split
+        weight = tl.exp2(tl.where(own, m_i, m_s) - shift)
+        total += tl.where(own, l_i, l_s) * weight
+        merged += tl.where(own, acc, o_s) * weight[:, None]
+    return tl.where(valid[:, None], merged / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
 
 
 @triton.jit
@@ -226,6 +265,8 @@ def sparse_split(total, split, SPLITS: tl.constexpr):
 def launch_options(config: AttentionConfig, on_device: bool) -> dict[str, object]:
     """Keyword options of a Triton launch."""
     options: dict[str, object] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers and on_device:
+        options["maxnreg"] = config.max_registers
     if config.dependent and on_device:
         options["launch_pdl"] = True
     return options

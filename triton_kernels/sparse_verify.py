@@ -39,39 +39,32 @@ from .runtime import (
 from .translate_slots import check_indices, translate_slots
 
 MAX_QUERY_ROWS = 64
-# Slots a program holds in registers: 8 a thread.
-MAX_HELD_SLOTS = 1024
 
 
 @triton.jit
 def sparse_verify_kernel(
     q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens, out, part_o, part_ml, counters,
     stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap, early,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr, ROW: tl.constexpr,
-    HEAD: tl.constexpr, HELD: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr, ROW_TILES: tl.constexpr,
+    ROW: tl.constexpr, HEAD: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, key split, row tile, kv head); the kv heads of a split read neighbouring memory."""
+    """Program (sequence, key split, row tile, kv head, part of the value dims); the kv heads of a split read neighbouring memory.
+
+    AHEAD > 0: what says which committed rows to read is older than the kernel before, and so are those rows. Their first
+    AHEAD entries (the depth of the pipeline) are copied before that kernel ends; queries and in-flight rows wait for it.
+    """
     pid = tl.program_id(0)
-    h = pid % HKV
-    tile = (pid // HKV) % ROW_TILES
-    split = (pid // (HKV * ROW_TILES)) % SPLITS
-    b = pid // (HKV * ROW_TILES * SPLITS)
+    part = pid % VALUES
+    h = (pid // VALUES) % HKV
+    tile = (pid // (HKV * VALUES)) % ROW_TILES
+    split = (pid // (HKV * VALUES * ROW_TILES)) % SPLITS
+    b = pid // (HKV * VALUES * ROW_TILES * SPLITS)
     slots += b.to(tl.int64) * stride_s
-    if PREFETCH != "":
-        # Committed rows are older than the kernel before: fetch the first `early` while it ends, no more than the L2
-        # can hold beside what that kernel reads. Nothing read here is used below.
-        old_count = tl.load(slot_counts + b, cache_modifier=".cg")
-        old_begin, old_stop, _ = sparse_split(old_count + T, split, SPLITS)
-        old_stop = tl.minimum(tl.minimum(old_stop, old_count), old_begin + early)
-        for start in range(old_begin, old_stop, 128):
-            entry = tl.minimum(start + tl.arange(0, 128), old_stop - 1)
-            old_rows = tl.load(slots + entry, cache_modifier=".cg").to(tl.int64) * ROW + h * HEAD
-            prefetch_rows(k_pool + old_rows, PREFETCH)
-            prefetch_rows(v_pool + old_rows, PREFETCH)
-    begin_dependent(PDL)
+    if AHEAD == 0:
+        begin_dependent(PDL)
     fed = tl.minimum(tl.load(num_tokens + b), T)
     count = tl.load(slot_counts + b)
 
@@ -80,39 +73,63 @@ def sparse_verify_kernel(
     head = h * G + m % G
     in_tile = m < T * G
     dims = tl.arange(0, BLOCK_D)
+    value_dims = part * BLOCK_V + tl.arange(0, BLOCK_V)
     if (tile * BLOCK_M) // G >= fed:
+        begin_dependent(PDL)
         if split == 0:
-            store_rows(out, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b, t, head, dims, in_tile, T, HKV * G, D)
+            store_rows(out, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), b, t, head, value_dims, in_tile, T, HKV * G, D)
         return
     begin, stop, active = sparse_split(count + fed, split, SPLITS)
     if split >= active:
+        # Every program waits, so that a kernel's end means that all kernels before it have ended.
+        begin_dependent(PDL)
         return
 
     valid = in_tile & (t < fed)
     q_rows = b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
     in_head = dims < D
-    q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
+    if AHEAD > 0:
+        if begin + AHEAD > count:
+            begin_dependent(PDL)
+        if PREFETCH != "":
+            # Entries past the pipeline's own depth go to the L2 only. Nothing read here is used below.
+            stop_early = tl.minimum(tl.minimum(stop, count), begin + AHEAD + early)
+            for start in range(begin + AHEAD, stop_early, 128):
+                entry = tl.minimum(start + tl.arange(0, 128), stop_early - 1)
+                old_rows = tl.load(slots + entry).to(tl.int64) * ROW + h * HEAD
+                prefetch_rows(k_pool + old_rows, PREFETCH)
+                if part == 0:
+                    prefetch_rows(v_pool + old_rows, PREFETCH)
+        q_tile = tl.zeros([BLOCK_M, BLOCK_D], q.dtype.element_ty)
+    else:
+        q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     length = tl.load(lengths + b) if WINDOW else 0
-    if HELD > 0:
-        # Copies complete in order: a slot fetched in the same pipeline would make every step wait for K and V before it.
-        place = tl.arange(0, HELD)
-        held = tl.load(slots + begin + place, mask=begin + place < stop, other=0)
+    # Slots are carried one step ahead in registers: fetched by the pipeline that copies K and V, they would hold it up.
+    entry = begin + tl.arange(0, BLOCK_N)
+    slot = tl.load(slots + entry, mask=entry < stop, other=0)
     for start in range(begin, stop, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
         stored = entry < stop
-        if HELD > 0:
-            slot = tl.gather(held, tl.minimum(entry - begin, HELD - 1), 0)
-        else:
-            slot = tl.load(slots + entry, mask=stored, other=0)
         rows = slot.to(tl.int64) * ROW + h * HEAD
-        loaded = stored[:, None] & in_head[None, :] if D != BLOCK_D else stored[:, None]
+        in_part = value_dims < D
+        loaded = stored[:, None] & in_part[None, :] if D != BLOCK_D else stored[:, None]
         loaded_k = stored[None, :] & in_head[:, None] if D != BLOCK_D else stored[None, :]
         k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=loaded_k, other=0.0)
-        v = tl.load(v_pool + rows[:, None] + dims[None, :], mask=loaded, other=0.0)
+        v = tl.load(v_pool + rows[:, None] + value_dims[None, :], mask=loaded, other=0.0)
+        slot = tl.load(slots + entry + BLOCK_N, mask=entry + BLOCK_N < stop, other=0)
+        if AHEAD > 0:
+            if start == begin:
+                if PDL:
+                    tl.extra.cuda.gdc_wait()
+                q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
+            if PDL:
+                # Late enough that what the next kernel reads ahead fills the end of this one.
+                if start == begin + TRIGGER * BLOCK_N:
+                    tl.extra.cuda.gdc_launch_dependents()
         # In-flight entry i is visible to row t when i <= t; committed entries are below zero here.
         visible = stored[None, :] & (entry[None, :] - count <= t[:, None])
         if WINDOW:
@@ -122,21 +139,21 @@ def sparse_verify_kernel(
             visible = visible & (position[None, :] > length + t[:, None] - window)
         m_i, l_i, acc = attend_tile(q_tile, k, v, visible, m_i, l_i, acc, scale_log2, softcap, SOFTCAP, True, PRECISION)
 
-    group = (b * ROW_TILES + tile) * HKV + h
+    group = ((b * ROW_TILES + tile) * HKV + h) * VALUES + part
     finish_split(
-        acc, m_i, l_i, out, part_o, part_ml, counters, group, split, active, b, t, head, dims, in_tile, valid, T, HKV * G,
-        D, BLOCK_D, BLOCK_M, SPLITS, FUSED,
+        acc, m_i, l_i, out, part_o, part_ml, counters, group, split, active, b, t, head, value_dims, in_tile, valid, T, HKV * G,
+        D, BLOCK_V, BLOCK_M, SPLITS, FUSED,
     )  # fmt: skip
 
 
 def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
     """The measured configuration for `rows` = T * Hq/Hkv packed query rows."""
     if dtype == torch.float32:
-        return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=2.0, max_splits=8)
+        return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=2.0, max_splits=8, ahead=False)
     block_m = min(power_of_two(rows, 16), 64 if head_dim > 128 else 128)
     if block_m > 64 or head_dim > 128:
-        return AttentionConfig(block_m, 32, 8 if block_m > 64 else 4, 5, waves=1.0, fused_splits=2, max_splits=16)
-    return AttentionConfig(block_m, 32, 4, 7, waves=1.0, fused_splits=2, max_splits=16, prefetch_bytes=6 << 20)
+        return AttentionConfig(block_m, 32, 8 if block_m > 64 else 4, 5, fused_splits=2, max_splits=16, ahead=False)
+    return AttentionConfig(block_m, 64, 4, 3, waves=1.0, fused_splits=2, max_splits=16)
 
 
 def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:
@@ -166,6 +183,7 @@ def sparse_verify(
     out: torch.Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
     config: AttentionConfig | None = None,
+    settled: bool = False,
     debug: bool = False,
 ) -> torch.Tensor:
     """Attention of q [B, T, Hq, D] over {indices[b, :counts[b]]} and in-flight keys lengths[b] .. lengths[b] + t.
@@ -173,7 +191,9 @@ def sparse_verify(
     k_pool, v_pool [pages, page_size, Hkv, D]; page_table [B, max_pages], lengths, num_tokens, counts [B] and indices
     [B, k] are int32 on the device, indices ascending (blocks of `block_size` tokens when above 1). In-flight K, V already
     lie in the pool. Rows at or beyond num_tokens[b] come out zero. `slots`, `slot_counts` from `translate_slots`, made
-    once a round, skip the translation here. `debug` reads the indices back and checks their range and order.
+    once a round, skip the translation here. `settled` promises that the launch right before this one wrote none of
+    slots, slot_counts, num_tokens and no committed row: they are then read while it still runs. `debug` reads the
+    indices back and checks their range and order.
     Returns [B, T, Hq, D]; allocates nothing when slots, slot_counts, out and workspace are passed. Raises ValueError.
     """
     check_query(q, k_pool, out, MAX_QUERY_ROWS)
@@ -187,6 +207,7 @@ def sparse_verify(
     if debug:
         check_indices(indices, counts, lengths, block_size)
     if slots is None or slot_counts is None:
+        settled = False
         slots, slot_counts = translate_slots(
             indices, counts, lengths, num_tokens, page_table, page_size, tokens, block_size=block_size
         )
@@ -204,21 +225,23 @@ def sparse_verify(
     scale = 1.0 / math.sqrt(dim) if scale is None else scale
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
-    per_split = triton.cdiv(triton.cdiv(max_entries, launch.splits), 16) * 16
-    held = power_of_two(per_split, 16) if config.hold and per_split <= MAX_HELD_SLOTS else 0
-    # Entries each split asks for early, so that all programs together ask for at most `prefetch_bytes`.
-    early = config.prefetch_bytes // (2 * dim * q.element_size() * batch * num_kv_heads * launch.splits)
-    prefetch = prefetch_instruction(dim * q.element_size()) if early > 0 and not INTERPRETED else ""
+    parts = config.value_parts
     block_d = power_of_two(dim, 16)
-    sparse_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads,)](
+    if parts > 1 and (block_d // parts < 16 or (launch.splits > 1 and not launch.fused)):
+        raise ValueError(f"config.value_parts: expected 1 for head_dim {dim} with {launch.splits} splits, got {parts}")
+    ahead = config.num_stages * config.block_n if settled and config.ahead else 0
+    # Entries a program asks for early, so that all programs together ask for at most `prefetch_bytes`.
+    early = config.prefetch_bytes // (2 * dim * q.element_size() * batch * num_kv_heads * launch.splits)
+    prefetch = prefetch_instruction(dim * q.element_size()) if early > 0 and dependent else ""
+    sparse_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads * parts,)](
         q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens,
         out, workspace.outputs, workspace.stats, workspace.counters,
         q.stride(0), q.stride(1), q.stride(2), slots.stride(0), indices.stride(0), tokens, window,
         scale * math.log2(math.e), softcap, early,
-        HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, UNIT=block_size,
-        SPLITS=launch.splits, ROW_TILES=launch.row_tiles, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
-        HELD=held, WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype),
-        PREFETCH=prefetch, PDL=dependent, **options,
+        HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_V=block_d // parts, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, UNIT=block_size, SPLITS=launch.splits, VALUES=parts, ROW_TILES=launch.row_tiles,
+        ROW=k_pool.stride(1), HEAD=k_pool.stride(2), AHEAD=ahead, TRIGGER=config.trigger, WINDOW=window > 0,
+        SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent, **options,
     )  # fmt: skip
     if launch.splits > 1 and not launch.fused:
         chunk = min(config.block_m, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -119,17 +121,25 @@ def test_everything_selected_is_dense(device: str, which: int) -> None:
 
 def test_every_split_and_merge_agree(device: str) -> None:
     """One split, a merge in the last program, a merge in a second kernel; workspace passed in and reused."""
-    shape = ((4, 2, 16), 16, [60, 20], [2, 2], 2) if device == "cpu" else ((64, 8, 128), 64, [9000, 100], [6, 6], 6)
+    shape = ((4, 2, 32), 16, [150, 20], [2, 2], 2) if device == "cpu" else ((64, 8, 128), 64, [9000, 100], [6, 6], 6)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     case = build(device, dtype, shape)
     indices, counts = random_set(case, counts_of(case))
     block_m = 16 if device == "cpu" else 64
     workspace = AttentionWorkspace(4096 * block_m, shape[0][2], 4096, device)
-    for waves, fused, hold in ((0.0, 8, True), (4.0, 64, False), (4.0, 0, True)):
-        config = AttentionConfig(block_m, 16, 4, 3, waves=waves, fused_splits=fused, hold=hold, prefetch_bytes=1 << 20)
-        for _ in range(2):
-            check_parity(dense_verify(*case.inputs, config=config, workspace=workspace), attention(case))
-            out = sparse_verify(*case.inputs, indices, counts, config=config, workspace=workspace)
+    slots = translate_slots(indices, counts, case.lengths, case.num_tokens, case.page_table, case.k_pool.shape[1], case.q.shape[1])
+    given = {"slots": slots[0], "slot_counts": slots[1]}
+    # (waves, splits merged in the last program, parts of the value dims, tiles before the next kernel may start)
+    variants = ((0.0, 8, 1, 0), (4.0, 64, 1, 1), (4.0, 0, 1, 0), (0.0, 4, 2, 2), (1.5, 4, 2, 0), (1.0, 4, 1, 9))
+    for waves, fused, parts, trigger in variants:
+        if shape[0][2] // parts < 16:
+            parts = 1
+        config = AttentionConfig(
+            block_m, 16, 4, 3, waves=waves, fused_splits=fused, value_parts=parts, trigger=trigger, prefetch_bytes=1 << 20
+        )
+        for settled in (False, True):
+            check_parity(dense_verify(*case.inputs, config=replace(config, value_parts=1), workspace=workspace), attention(case))
+            out = sparse_verify(*case.inputs, indices, counts, config=config, workspace=workspace, **given, settled=settled)
             check_parity(out, attention(case, indices, counts))
     assert int(workspace.counters.abs().sum()) == 0
 
