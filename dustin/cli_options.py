@@ -15,6 +15,22 @@ from dustin.models import DEFAULT
 # Commands read DUSTIN_MODEL, not DUSTIN_GENERATE_MODEL: one name for every command.
 CONTEXT: dict[str, Any] = {"auto_envvar_prefix": "DUSTIN", "help_option_names": ["-h", "--help"], "max_content_width": 120}
 
+
+class LayerList(click.ParamType):
+    """Layer numbers with commas between them, or `none`."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """`14,19` -> (14, 19). Fail on anything that is no number."""
+        if not isinstance(value, str):
+            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+        try:
+            return () if value == "none" else tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of layers, expected numbers with commas between them, or none", param, ctx)
+
+
 # Field -> (flags, help, extra settings); the type and the default are the field's.
 ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "mode": (("--mode",), "How tokens are verified; ar, dense, exact and auto change no output.", {"type": click.Choice(MODES)}),
@@ -24,7 +40,10 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "budget": (("--budget",), "Tokens that sparse attention reads.", {}),
     "num_sink_tokens": (("--num-sink-tokens",), "First tokens that are always read.", {}),
     "num_recent_tokens": (("--num-recent-tokens",), "Last tokens that are always read.", {}),
-    "lookahead_share": (("--lookahead-share",), "Share of the budget chosen by the draft's queries.", {}),
+    "lookahead_share": (("--lookahead-share",), "Share of the budget chosen by the draft's queries.", {"type": float}),
+    "profile": (("--profile",), "Scoring heads: auto (this pair's profile, else a heuristic), none, or a file.", {}),
+    "dense_layers": (("--dense-layers",), "Layers that read everything. Default: the profile's.", {"type": LayerList()}),
+    "top_mass": (("--top-mass",), "Read no more than holds this share of the scores.", {"type": float}),
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
     "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),
     "exact_block": (("--exact-block",), "Mode exact: tokens a dense check covers.", {}),
@@ -142,7 +161,7 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
         raise UsageError("--drafter self has no use with --mode exact, whose sparse target proposes by itself: --drafter none")
     if drafter == "none" or (mode == "exact" and drafter == "auto" and not values["draft_model"]):
         rules.append(("num_draft_tokens", True, "has no effect: nothing drafts here"))
-    if values["selector"] in ("history", "streaming"):
+    if values["selector"] != "dustin":
         rules.append(("lookahead_share", True, f"has no effect with --select {values['selector']}"))
     if not values["draft_model"]:
         rules += [(name, True, "needs --draft-model") for name in ("lookahead_share", "lookahead_lag", "sparse_draft")]
@@ -154,5 +173,7 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 
 
 _NEEDS_MODE = {"rectify_interval": "rectified", "exact_block": "exact"}
-_SPARSE = ("selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share")
+_SPARSE = (
+    "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers", "top_mass",
+)  # fmt: skip
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")

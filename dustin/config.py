@@ -8,7 +8,7 @@ from dustin.errors import UsageError
 
 MODES = ("auto", "ar", "dense", "sparse", "rectified", "exact")
 DRAFTERS = ("auto", "draft", "self", "lookup", "none")
-SELECTORS = ("dustin", "history", "lookahead", "streaming")
+SELECTORS = ("dustin", "history", "lookahead", "specattn", "streaming", "h2o", "snapkv", "quest", "oracle", "dense")
 
 
 def _require(name: str, value: object, ok: bool, expected: str) -> None:
@@ -60,7 +60,10 @@ class RequestOptions:
 class EngineOptions:
     """How the engine works (METHOD sections 4 and 7). Budgets, windows and intervals are in tokens.
 
-    `lookahead_share` is m of METHOD 3: the share of the unprotected budget filled by draft scores. `lookahead_lag` 1 uses
+    `lookahead_share` is m of METHOD 3: the share of the unprotected budget filled by draft scores; None takes the profile's.
+    `profile` is a file of scoring heads that `dustin calibrate` wrote, `auto` (the one of this pair, else the heuristic) or
+    `none`. `dense_layers` ignore the set; None takes the profile's. `top_mass` cuts each set to what holds that share of the
+    scores, so that the budget is only the most. `lookahead_lag` 1 uses
     the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
     `exact_block` is how many provisional tokens one dense check covers.
     """
@@ -72,7 +75,10 @@ class EngineOptions:
     budget: int = 1024
     num_sink_tokens: int = 4
     num_recent_tokens: int = 32
-    lookahead_share: float = 0.6
+    lookahead_share: float | None = None
+    profile: str = "auto"
+    dense_layers: tuple[int, ...] | None = None
+    top_mass: float | None = None
     lookahead_lag: int | None = None
     rectify_interval: int = 256
     exact_block: int = 32
@@ -93,7 +99,11 @@ class EngineOptions:
                 f"budget is {self.budget} tokens, expected more than the {protected} protected ones "
                 f"({self.num_sink_tokens} sinks + {self.num_recent_tokens} recent): raise --budget or lower the window"
             )
-        _require("lookahead_share", self.lookahead_share, 0 <= self.lookahead_share <= 1, "0 to 1")
+        _require("lookahead_share", self.lookahead_share, self.lookahead_share is None or 0 <= self.lookahead_share <= 1, "0 to 1")
+        _require("profile", self.profile, bool(self.profile), "auto, none or a file")
+        layers = self.dense_layers or ()
+        _require("dense_layers", layers, all(layer >= 0 for layer in layers), "layers from 0 on")
+        _require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")
         _require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
         _require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")
         _require("exact_block", self.exact_block, 1 <= self.exact_block <= 128, "1 to 128 tokens")

@@ -33,6 +33,7 @@ from dustin.interfaces import (
 )
 from dustin.planning import AutoPlanner
 from dustin.prefill import prefill
+from dustin.scoring import ReadBytes
 from dustin.sequence import Event, Sequence
 from dustin.stats import Stats
 
@@ -70,6 +71,7 @@ class Engine:
         self.cache: KVCache | None = None
         self.planner = AutoPlanner(target.spec, drafter.name, options.budget) if options.mode == "auto" else None
         self._history: Queries | None = None
+        self._prompt: Queries | None = None
         self._lagged: Queries | None = None
         self._set: TokenSet | None = None
         self._set_lengths: tuple[int, ...] = ()
@@ -93,10 +95,11 @@ class Engine:
         self.stats.prompt_tokens += sum(row.prompt_length for row in rows)
         self.stats.reused_prompt_tokens += sum(seen)
         unread = [row.tokens[known:] for row, known in zip(rows, seen, strict=True)]
+        wide, chunk = self.selector.prompt_rows > 1, self.options.prefill_chunk
         try:
             out = cast(
                 ForwardResult,
-                prefill(self.backend, self.target, cache, unread, self.options.prefill_chunk, self.tap, progress),
+                prefill(self.backend, self.target, cache, unread, chunk, self.tap, progress, all_rows=wide),
             )
         finally:
             # What was read so far is dense, also when the reader gave up in the middle.
@@ -107,7 +110,12 @@ class Engine:
         none = Drafts(None, (0,) * len(rows))
         self._uniforms = [row.uniforms.draw(1) for row in rows]
         verdict = self._judge(none, out)
-        self._history = out.queries or None
+        if out.queries and wide:
+            last = [min(len(part), chunk) - 1 for part in unread]
+            self._prompt = self.backend.gather_rows(out.queries, last, self.selector.prompt_rows)
+            self._history = self.backend.gather_rows(out.queries, last, self.selector.history_rows)
+        elif out.queries:
+            self._history = self._last_row_history(out.queries)
         events = self._commit(none, self._read(verdict, out), {row.row for row in rows}, count=False)
         self.stats.prefill_seconds += time.perf_counter() - began
         return events
@@ -183,29 +191,37 @@ class Engine:
         cache = self._target_cache
         # Rows that take no part have nothing to score: their draft may lag behind their provisional tokens.
         lengths = tuple(n if row.row in taking else 0 for row, n in zip(self.rows, cache.lengths, strict=True))
+        fed, counts = self._inflight(drafts, taking)
         context = SelectionContext(
             self.backend, self.target, cache, lengths, self._history, self.tap, self.drafter.model, self.drafter.cache,
-            lookahead, self.drafter.tap,
+            lookahead, self.drafter.tap, fed, counts, self._prompt,
         )  # fmt: skip
         chosen = self.selector.select(context)
         if chosen is not None and lookahead is not None and self._unlagged & taking:
             # Their first round has history alone, as a batch's first round has.
-            alone = self.selector.select(replace(context, lookahead=None))
+            alone = self.selector.select(replace(context, lookahead=None, repeat=True))
             if alone is not None:
                 chosen = self.backend.replace_set_rows(chosen, alone, [row.row in self._unlagged for row in self.rows])
         if drafts.queries:
             self._unlagged -= taking
-        if chosen is not None:
-            self._count_scoring(lookahead is not None, lengths)
+        self._prompt = None
+        self.stats.kv_bytes_read += self.selector.cost.target_bytes
+        self.stats.draft_kv_bytes_read += self.selector.cost.draft_bytes
         self._remember_set(chosen, lengths, taking)
         return chosen
 
     def _verify(self, drafts: Drafts, taking: set[int], token_set: TokenSet | None, all_rows: bool = False) -> ForwardResult:
-        pending = self.backend.tokens([[row.tokens[-1]] if row.row in taking else [] for row in self.rows])
-        fed = pending if drafts.tokens is None else self.backend.concat_tokens([pending, drafts.tokens])
-        counts = [1 + n if row.row in taking else 0 for row, n in zip(self.rows, drafts.num_drafts, strict=True)]
+        fed, counts = self._inflight(drafts, taking)
         self._count_verification(counts, token_set)
         return self.target.forward(fed, counts, self._target_cache, token_set=token_set, tap=self.tap, logits="all")
+
+    def _inflight(self, drafts: Drafts, taking: set[int]) -> tuple[Array, tuple[int, ...]]:
+        """Tokens [B, T] to verify, the pending one and the drafts, and how many each row has."""
+        pending = self.backend.tokens([[row.tokens[-1]] if row.row in taking else [] for row in self.rows])
+        if drafts.tokens is None:
+            return pending, tuple(int(row.row in taking) for row in self.rows)
+        counts = tuple(1 + n if row.row in taking else 0 for row, n in zip(self.rows, drafts.num_drafts, strict=True))
+        return self.backend.concat_tokens([pending, drafts.tokens]), counts
 
     def _judge(self, drafts: Drafts, out: ForwardResult) -> Verdict:
         width = max(drafts.num_drafts, default=0)
@@ -276,7 +292,7 @@ class Engine:
             tap=Tap(self.tap.heads, last_row_only=True),
             logits="none",
         )
-        self._history = self._merged(self._history, out.queries, due)
+        self._history = self._merged(self._history, self._last_row_history(out.queries), due)
         for row in self.rows:
             if row.row in due:
                 row.dense_rows = row.committed - 1
@@ -355,10 +371,19 @@ class Engine:
 
     def _remember_history(self, out: ForwardResult, verdict: Verdict, taking: set[int]) -> None:
         if out.queries:
-            self._history = self._merged(self._history, self.backend.gather_rows(out.queries, verdict.num_accepted), taking)
+            fresh = self.backend.gather_rows(out.queries, verdict.num_accepted, self.selector.history_rows)
+            self._history = self._merged(self._history, fresh, taking)
+
+    def _last_row_history(self, queries: Queries) -> Queries:
+        """History from queries of one row a sequence, [B, 1, S, D]: it repeats where the selector wants several."""
+        rows = self.selector.history_rows
+        return queries if rows == 1 or not queries else self.backend.gather_rows(queries, [0] * len(self.rows), rows)
 
     def _remember_set(self, chosen: TokenSet | None, lengths: tuple[int, ...], taking: set[int]) -> None:
         """For the draft's next round; rows that took no part keep their older set."""
+        if chosen is not None:
+            # Layers are the target's own matter: the draft reads the shared set in all of its.
+            chosen = TokenSet(chosen.indices, chosen.counts)
         waiting = [row.active and row.row not in taking for row in self.rows]
         if self._set is None or not any(waiting):
             self._set, self._set_lengths = chosen, lengths
@@ -391,20 +416,12 @@ class Engine:
 
     def _count_verification(self, counts: Seq[int], token_set: TokenSet | None) -> None:
         budget = self.options.budget if token_set is not None else None
-        rows = zip(counts, self._target_cache.lengths, strict=True)
-        self.stats.kv_bytes_read += self._kv_bytes(sum(min(n, budget) if budget else n for count, n in rows if count))
-
-    def _count_scoring(self, with_draft: bool, lengths: Seq[int]) -> None:
-        """Scoring reads the keys (half of K and V) of the kv heads that serve the scoring heads."""
-        models = [(self.target, self.tap, "kv_bytes_read")] if self.selector.needs_history else []
-        if with_draft and self.drafter.model and self.drafter.tap:
-            models.append((self.drafter.model, self.drafter.tap, "draft_kv_bytes_read"))
-        for model, tap, counter in models:
-            spec = model.spec
-            group = spec.num_heads // spec.num_kv_heads
-            heads = sum(len({head // group for head in chosen}) for chosen in tap.heads.values())
-            scored = sum(lengths) * spec.bytes_per_kv_token * heads // (2 * spec.num_layers * spec.num_kv_heads)
-            setattr(self.stats, counter, getattr(self.stats, counter) + scored)
+        lengths = [n for count, n in zip(counts, self._target_cache.lengths, strict=True) if count]
+        read = self._kv_bytes(sum(min(n, budget) if budget else n for n in lengths))
+        if token_set is not None and token_set.dense_layers:
+            beyond = sum(max(0, n - self.options.budget) for n in lengths)
+            read += ReadBytes(self.target.spec).layers(len(token_set.dense_layers), beyond)
+        self.stats.kv_bytes_read += read
 
 
 def warp_batch(rows: list[Sequence]) -> WarpBatch:

@@ -13,7 +13,9 @@ from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
-from dustin.selection import create_selector, draft_tap, target_tap
+from dustin.profile_file import scoring_of
+from dustin.scoring import Scoring
+from dustin.selection import create_selector
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.stats import Stats
 from dustin.text import TextStream, Tokenizer, check_compatible
@@ -78,6 +80,7 @@ class Session:
         self.tokenizer = tokenizer
         self.options = options
         self.prefix_cache = False
+        self._scorings: dict[tuple[str, bool], Scoring] = {}
         # side ("target", "draft") -> tokens whose KV is kept, and the cache that holds them
         self._kept: dict[str, tuple[list[int], KVCache]] = {}
 
@@ -170,11 +173,13 @@ class Session:
 
     def make_engine(self, kind: type[AnyEngine], options: EngineOptions, stats: Stats) -> AnyEngine:
         """An engine of this kind over the session's models, with options as `resolve` gives them."""
-        tap = target_tap(self.target.spec)
-        drafter = self._drafter(options, stats)
+        scoring = self._scoring(options)
+        selector = create_selector(options, scoring, self.target.spec)
+        drafter = self._drafter(options, stats, scoring)
         if options.mode in ("sparse", "rectified", "exact") or drafter.name == "self":
-            stats.scoring = _scoring_text(tap.heads, drafter)
-        return kind(self.backend, self.target, drafter, create_selector(options), SpeculativeAcceptance(), tap, options, stats)
+            stats.scoring = scoring.describe(drafter.tap is not None)
+        rule = SpeculativeAcceptance()
+        return kind(self.backend, self.target, drafter, selector, rule, selector.tap, options, stats)
 
     def _resolved(self, requests: Seq[RequestOptions]) -> EngineOptions:
         """Options with every `auto` of drafter and lag replaced; refuse combinations that cannot work."""
@@ -198,8 +203,11 @@ class Session:
                 f"drafter 'self' drafts with the attention that mode {options.mode!r} verifies with, so it gains nothing: "
                 "use --mode dense or exact, or --drafter lookup or a draft model"
             )
-        if options.selector == "lookahead" and drafter != "draft" and options.mode in ("sparse", "rectified", "exact"):
-            raise UsageError("selector 'lookahead' scores with a draft model's queries: give --draft-model or --select history")
+        by_draft = options.selector in ("lookahead", "specattn")
+        if by_draft and drafter != "draft" and options.mode in ("sparse", "rectified", "exact"):
+            raise UsageError(
+                f"selector {options.selector!r} scores with a draft model's queries: give --draft-model or --select history"
+            )
         lag = options.lookahead_lag
         sampled = any(request.sampling.temperature > 0 for request in requests)
         if options.mode == "exact" and sampled and drafter == "draft":
@@ -208,9 +216,16 @@ class Session:
             lag = 1
         return replace(options, drafter=drafter, lookahead_lag=lag or 0)
 
-    def _drafter(self, options: EngineOptions, stats: Stats) -> Drafter:
+    def _scoring(self, options: EngineOptions) -> Scoring:
+        """The pair's scoring heads: its profile's, or the heuristic."""
+        key = (options.profile, options.drafter == "draft")
+        if key not in self._scorings:
+            self._scorings[key] = scoring_of(options, self.target.spec, self.draft.spec if key[1] and self.draft else None)
+        return self._scorings[key]
+
+    def _drafter(self, options: EngineOptions, stats: Stats, scoring: Scoring) -> Drafter:
         if options.drafter == "draft" and self.draft is not None:
-            return ModelDrafter(self.backend, self.draft, draft_tap(self.draft.spec), options, stats)
+            return ModelDrafter(self.backend, self.draft, scoring.draft, options, stats)
         if options.drafter == "self":
             return SelfDrafter(self.backend, self.target, options, stats)
         return LookupDrafter(self.backend) if options.drafter == "lookup" else NoDrafter()
@@ -361,10 +376,3 @@ def load(
 def generate(prompt: Prompt, model: str | None = None, draft_model: str | None = None, **request: Any) -> GenerationResult:
     """One call: load, generate, return. Keyword arguments are those of RequestOptions."""
     return load(model, draft_model).generate(prompt, RequestOptions(**request))
-
-
-def _scoring_text(target_heads: Any, drafter: Drafter) -> str:
-    parts = ["heuristic, target layers " + ", ".join(str(layer) for layer in target_heads)]
-    if drafter.tap is not None:
-        parts.append("draft layers " + ", ".join(str(layer) for layer in drafter.tap.heads))
-    return "; ".join(parts) + " (all heads)"

@@ -257,8 +257,13 @@ class Backend(Protocol):
         """
         ...
 
-    def accumulate(self, old: Array, new: Array, decay: float) -> Array:
-        """decay * old + new, [B, Nmax] of `new` or wider; old entries that are missing or -inf count as 0.
+    def smooth(self, scores: Array, width: int) -> Array:
+        """Moving average of finite scores [B, Nmax] over `width` (odd) tokens around each; -inf stays and counts nowhere."""
+        ...
+
+    def accumulate(self, old: Array, new: Array, decay: float | Sequence[float]) -> Array:
+        """decay * old + new, [B, Nmax] of `new` or wider; old entries that are missing or -inf count as 0. `decay` is one number
+        or one for each sequence.
 
         Where `new` is -inf or missing the old entry stays as it is (a row that takes no part, tokens that were not scored).
         """
@@ -409,7 +414,9 @@ class Drafts:
 class SelectionContext:
     """What a selector may look at in one round. `history` and `lookahead` are captured queries or None.
 
-    `inflight` [B, T] are the rows to be verified (the pending token and the drafts), `num_inflight[b]` of them valid.
+    `inflight` [B, T] are the rows to be verified (the pending token and the drafts), `num_inflight[b]` of them valid. `prompt`
+    are the queries of the prompt's last `Selector.prompt_rows` rows where it wants more than one. `repeat`: this round was
+    selected for already, nothing may be remembered of it twice.
     """
 
     backend: Backend
@@ -424,6 +431,8 @@ class SelectionContext:
     lookahead_tap: Tap | None
     inflight: Array | None = None
     num_inflight: tuple[int, ...] = ()
+    prompt: Mapping[int, Array] | None = None
+    repeat: bool = False
 
 
 @dataclass
@@ -448,6 +457,10 @@ class Selector(Protocol):
     history_rows: int
     prompt_rows: int
     cost: SelectionCost
+
+    def restart(self, rows: set[int]) -> None:
+        """These rows hold new sequences from now on: what is remembered of them is forgotten."""
+        ...
 
     def select(self, context: SelectionContext) -> TokenSet | None:
         """The set of this round, or None for dense attention."""

@@ -23,8 +23,11 @@ def prefill(
     tap: Tap | None,
     progress: Callable[[int, int], None] | None = None,
     logits: bool = True,
+    all_rows: bool = False,
 ) -> ForwardResult | None:
     """Append rows[b] to the cache, at most `chunk` tokens a row and call; return the last call's result.
+
+    With `all_rows` the tap's queries are those of all rows of the last call, not only of each sequence's last one.
 
     Chunks are aligned at the END of each row, so that all rows meet in the last call and its last-row logits and queries
     belong to every row that has tokens at all.
@@ -39,7 +42,7 @@ def prefill(
             backend.tokens(parts),
             [len(part) for part in parts],
             cache,
-            tap=Tap(tap.heads, last_row_only=True) if last and tap is not None else None,
+            tap=Tap(tap.heads, last_row_only=not all_rows) if last and tap is not None else None,
             logits="last" if last and logits else "none",
         )
         done += sum(len(part) for part in parts)

@@ -160,8 +160,9 @@ class SlotEngine(Engine):
         none = Drafts(None, (0,) * len(self.rows))
         self._uniforms = [row.uniforms.draw(1) if row.row in joining else [] for row in self.rows]
         verdict = self._judge(none, out)
+        self.selector.restart(joining)
         if out.queries:
-            self._history = self._merged(self._history, out.queries, joining)
+            self._history = self._merged(self._history, self._last_row_history(out.queries), joining)
         events = self._commit(none, self._read(verdict, out), joining, count=False)
         self._after(events)
         return events

@@ -96,8 +96,12 @@ class NumpyBackend:
             queries, tap, cache, lengths, page_size, num_heads=model.spec.num_heads, scale=model.scale
         )
 
+    def smooth(self, scores: npt.NDArray[np.floating], width: int) -> npt.NDArray[np.floating]:
+        """Moving average: see set_ops.smooth."""
+        return set_ops.smooth(scores, width)
+
     def accumulate(
-        self, old: npt.NDArray[np.floating], new: npt.NDArray[np.floating], decay: float
+        self, old: npt.NDArray[np.floating], new: npt.NDArray[np.floating], decay: float | Sequence[float]
     ) -> npt.NDArray[np.floating]:
         """decay * old + new: see set_ops.accumulate."""
         return set_ops.accumulate(old, new, decay)

@@ -46,8 +46,20 @@ def page_scores(
     return total.astype(np.float32)
 
 
-def accumulate(old: Scores, new: Scores, decay: float) -> Scores:
+def smooth(scores: Scores, width: int) -> Scores:
+    """See Backend.smooth. Raise ValueError on an even width."""
+    if width < 1 or width % 2 == 0:
+        raise ValueError(f"width is {width}, expected an odd number of tokens")
+    out = np.full(scores.shape, -np.inf)
+    for b, j in np.argwhere(np.isfinite(scores)):
+        near = scores[b, max(0, j - width // 2) : j + width // 2 + 1]
+        out[b, j] = near[np.isfinite(near)].mean(dtype=np.float64)
+    return out.astype(np.float32)
+
+
+def accumulate(old: Scores, new: Scores, decay: float | Sequence[float]) -> Scores:
     """See Backend.accumulate."""
+    decay = np.broadcast_to(np.asarray(decay, dtype=np.float64), len(new))[:, None]
     width = max(old.shape[1], new.shape[1])
     before, fresh = (np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=-np.inf) for x in (old, new))
     known = np.where(np.isneginf(before), 0.0, before)

@@ -123,7 +123,12 @@ class TorchBackend:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def accumulate(self, old: torch.Tensor, new: torch.Tensor, decay: float) -> torch.Tensor:
+    def smooth(self, scores: torch.Tensor, width: int) -> torch.Tensor:
+        """Moving average: see set_ops.smooth."""
+        return set_ops.smooth(scores, width)
+
+    @torch.inference_mode()
+    def accumulate(self, old: torch.Tensor, new: torch.Tensor, decay: float | Sequence[float]) -> torch.Tensor:
         """decay * old + new: see set_ops.accumulate."""
         return set_ops.accumulate(old, new, decay)
 

@@ -100,8 +100,20 @@ def _groups(heads: Sequence[int], group: int) -> list[tuple[list[int], int]]:
     return [([i for i, head in enumerate(heads) if head // group == kv], kv) for kv in kv_heads]
 
 
-def accumulate(old: torch.Tensor, new: torch.Tensor, decay: float) -> torch.Tensor:
+def smooth(scores: torch.Tensor, width: int) -> torch.Tensor:
+    """See Backend.smooth. Raise ValueError on an even width."""
+    if width < 1 or width % 2 == 0:
+        raise ValueError(f"width is {width}, expected an odd number of tokens")
+    finite = torch.isfinite(scores)
+    parts = torch.stack([scores.masked_fill(~finite, 0.0), finite.to(scores.dtype)], 1).flatten(0, 1)[:, None]
+    total, count = torch.nn.functional.avg_pool1d(parts, width, 1, width // 2).view(-1, 2, scores.shape[1]).unbind(1)
+    return (total / count).masked_fill(~finite, _NONE)
+
+
+def accumulate(old: torch.Tensor, new: torch.Tensor, decay: float | Sequence[float]) -> torch.Tensor:
     """See Backend.accumulate."""
+    if not isinstance(decay, float):
+        decay = torch.tensor(list(decay), device=new.device, dtype=new.dtype)[:, None]  # type: ignore[assignment]
     width = max(old.shape[1], new.shape[1])
     before, fresh = (torch.nn.functional.pad(x, (0, width - x.shape[1]), value=_NONE) for x in (old, new))
     known = before.masked_fill(torch.isneginf(before), 0.0)

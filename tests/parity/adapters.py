@@ -41,6 +41,9 @@ def implementations(backend: Backend, to_array: ToArray, to_numpy: ToNumpy) -> d
     def accumulate(i: Inputs) -> dict[str, Any]:
         return {"scores": to_numpy(backend.accumulate(to_array(i["old"]), to_array(i["new"]), i["decay"]))}
 
+    def smooth(i: Inputs) -> dict[str, Any]:
+        return {"scores": to_numpy(backend.smooth(to_array(i["scores"]), i["width"]))}
+
     def keep_mass(i: Inputs) -> dict[str, Any]:
         options = {name: i[name] for name in ("mass", "num_sink_tokens", "num_recent_tokens")}
         chosen = backend.keep_mass(the_set(i), to_array(i["scores"]), i["lengths"], **options)
@@ -65,6 +68,7 @@ def implementations(backend: Backend, to_array: ToArray, to_numpy: ToNumpy) -> d
     return {
         "select": select,
         "accumulate": accumulate,
+        "smooth": smooth,
         "keep_mass": keep_mass,
         "measures": measures,
         "accept_greedy": accept_greedy,

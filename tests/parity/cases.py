@@ -126,7 +126,16 @@ def pages(rng: np.random.Generator, *, page_size: int, **shape: Any) -> Inputs:
     return scores(rng, **shape) | {"page_size": page_size}
 
 
-def two_scores(rng: np.random.Generator, *, decay: float, old: int, new: int) -> Inputs:
+def ragged_scores(rng: np.random.Generator, *, width: int) -> Inputs:
+    """Inputs of smooth."""
+    values = rng.random((3, 40)).astype(np.float32)
+    for b, length in enumerate((40, 17, 0)):
+        values[b, length:] = -np.inf
+    values[0, 5:9] = -np.inf
+    return {"scores": values, "width": width}
+
+
+def two_scores(rng: np.random.Generator, *, decay: float | list[float], old: int, new: int) -> Inputs:
     """Inputs of accumulate: both hold -inf in places, row 1 of `new` everywhere."""
     made = {}
     for name, width in (("old", old), ("new", new)):
@@ -385,6 +394,9 @@ def _set_cases() -> list[Case]:
     out.append(Case("page_scores-one-token", "page_scores", functools.partial(pages, page_size=1, dtype="fp32", **shape)))
     for name, old, new in (("longer", 40, 44), ("shorter", 44, 40)):
         out.append(Case(f"accumulate-{name}", "accumulate", functools.partial(two_scores, decay=0.5, old=old, new=new)))
+    per_row = functools.partial(two_scores, decay=[0.0, 0.5, 1.0], old=30, new=30)
+    out.append(Case("accumulate-a-row", "accumulate", per_row))
+    out += [Case(f"smooth-{width}", "smooth", functools.partial(ragged_scores, width=width)) for width in (1, 3, 7)]
     for mass in (0.0, 0.2, 0.9, 1.0):
         out.append(Case(f"keep_mass-{mass}", "keep_mass", functools.partial(massed, mass=mass)))
     out.append(Case("keep_mass-ties", "keep_mass", functools.partial(massed, mass=0.15, levels=2)))

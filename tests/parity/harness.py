@@ -11,6 +11,7 @@ arrays of dtype `case.dtype`, calls, and converts back. Input values are exact i
 | score_within | as score, indices [B,k], counts [B] | scores |
 | page_scores | as score, page_size | scores |
 | accumulate | old, new [B,n], decay | scores |
+| smooth | scores [B,n], width | scores |
 | keep_mass | scores [B,n], indices, counts, lengths, mass, num_sink/recent_tokens | indices, counts |
 | measures | reference, logits [B,T,V], tokens [B,T], scores [B,n], indices, counts | kl, same, gap, logprobs, mass |
 | select | target, draft ([B,n] or None), lengths, budget, num_sink/recent_tokens, num_draft_selected | indices, counts |
@@ -111,6 +112,8 @@ def specification(op: str, inputs: Inputs) -> dict[str, Any]:
         return {"scores": set_ops.page_scores(queries, tap, fill_cache(i), i["lengths"], i["page_size"], **args)}
     if op == "accumulate":
         return {"scores": set_ops.accumulate(i["old"], i["new"], i["decay"])}
+    if op == "smooth":
+        return {"scores": set_ops.smooth(i["scores"], i["width"])}
     if op == "keep_mass":
         names = ("mass", "num_sink_tokens", "num_recent_tokens")
         chosen = TokenSet(i["indices"], i["counts"])
@@ -184,7 +187,7 @@ def check(impl: Implementation, case: Case) -> None:
     got = impl(inputs)
     if case.op in ("dense_verify", "sparse_verify"):
         _check_attention(case, inputs, np.asarray(got["out"]), want["out"])
-    elif case.op == "accumulate":
+    elif case.op in ("accumulate", "smooth"):
         scores = np.asarray(got["scores"])
         _same(case, "-inf entries", np.isneginf(scores), np.isneginf(want["scores"]))
         _close(case, "scores", np.where(np.isneginf(scores), 0, scores), np.where(np.isneginf(scores), 0, want["scores"]))

@@ -12,7 +12,7 @@ from dustin.config import EngineOptions, RequestOptions
 from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.interfaces import Drafter, Drafts, Model, RoundState
-from dustin.selection import create_selector, draft_tap, target_tap
+from dustin.selection import create_selector, draft_tap, heuristic
 from dustin.sequence import Event
 from dustin.sequence import Sequence as Row
 from dustin.stats import Stats
@@ -101,9 +101,8 @@ def make_engine(options: EngineOptions, drafter: str | Drafter = "draft") -> Eng
         "none": NoDrafter,
     }
     chosen = made[drafter]() if isinstance(drafter, str) else drafter
-    return Engine(
-        backend, target(), chosen, create_selector(options), SpeculativeAcceptance(), target_tap(target().spec), options, stats
-    )
+    selector = create_selector(options, heuristic(target().spec, draft().spec), target().spec)
+    return Engine(backend, target(), chosen, selector, SpeculativeAcceptance(), selector.tap, options, stats)
 
 
 def run(

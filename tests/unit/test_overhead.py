@@ -10,7 +10,7 @@ from dustin.config import EngineOptions, RequestOptions
 from dustin.drafting import ModelDrafter
 from dustin.engine import Engine
 from dustin.interfaces import ForwardResult, HostVerdict, ModelSpec, TokenSet, Verdict
-from dustin.selection import create_selector, draft_tap, target_tap
+from dustin.selection import create_selector, draft_tap, heuristic, target_tap
 from dustin.sequence import Sequence
 from dustin.stats import Stats
 
@@ -66,7 +66,7 @@ def microseconds_a_round(rounds: int) -> float:
     stats = Stats()
     drafter = ModelDrafter(backend, target, draft_tap(SPEC), options, stats)
     engine = Engine(
-        backend, target, drafter, create_selector(options), SpeculativeAcceptance(), target_tap(SPEC), options, stats
+        backend, target, drafter, create_selector(options, heuristic(SPEC, SPEC)), SpeculativeAcceptance(), target_tap(SPEC), options, stats
     )
     row = Sequence(0, [1] * 4096, RequestOptions(max_tokens=1 << 20), 1 << 20, frozenset(), None)
     engine.start([row], target.new_cache(1, 0))

@@ -1,0 +1,138 @@
+"""Calibration profiles on disk: small JSON files that name scoring heads, found by the fingerprints of target and draft."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dustin.config import EngineOptions
+from dustin.errors import UsageError
+from dustin.interfaces import ModelSpec, Tap
+from dustin.models import cache_dir
+from dustin.scoring import Scoring, heuristic
+
+VERSION = 1
+SHIPPED = Path(__file__).resolve().parent / "profiles"
+_NUMBERS = {
+    "lookahead_share": float, "history_rows": int, "history_decay": float, "smoothing": int, "refresh": int, "pool": int,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One calibrated pair. `fingerprints` are those of the same weights in several dtypes; `record` says how it was made."""
+
+    name: str
+    target: tuple[str, ...]
+    draft: tuple[str, ...]
+    scoring: Scoring
+    retrieval_heads: Mapping[str, list[list[int]]] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def fits(self, target: ModelSpec, draft: ModelSpec | None) -> bool:
+        """Whether it was made for these weights. A profile with a draft serves its target alone too (history only)."""
+        return target.fingerprint in self.target and (draft is None or draft.fingerprint in self.draft)
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    """The file's content."""
+    scoring = profile.scoring
+    return {
+        "version": VERSION,
+        "name": profile.name,
+        "target_fingerprints": list(profile.target),
+        "draft_fingerprints": list(profile.draft),
+        "scoring": {
+            "target_heads": {str(layer): list(heads) for layer, heads in scoring.target.heads.items()},
+            "draft_heads": {str(layer): list(heads) for layer, heads in scoring.draft.heads.items()},
+            "dense_layers": list(scoring.dense_layers),
+        }
+        | {name: getattr(scoring, name) for name in _NUMBERS},
+        "retrieval_heads": dict(profile.retrieval_heads),
+        "record": dict(profile.record),
+    }
+
+
+def from_json(content: Any, where: str) -> Profile:
+    """A profile from a file's content. Raise UsageError that names `where` and what is wrong."""
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        found = content.get("version") if isinstance(content, dict) else type(content).__name__
+        raise UsageError(f"{where} is no profile of version {VERSION} (found {found!r}): make it anew with `dustin calibrate`")
+    try:
+        given = content["scoring"]
+        taps = [
+            Tap({int(layer): tuple(int(head) for head in heads) for layer, heads in given[name].items()})
+            for name in ("target_heads", "draft_heads")
+        ]
+        numbers = {name: kind(given[name]) for name, kind in _NUMBERS.items() if name in given}
+        dense = tuple(int(layer) for layer in given.get("dense_layers", ()))
+        scoring = Scoring(taps[0], taps[1], dense_layers=dense, source=f"profile {content['name']}", **numbers)
+        keys = (tuple(content["target_fingerprints"]), tuple(content["draft_fingerprints"]))
+        return Profile(content["name"], *keys, scoring, content.get("retrieval_heads", {}), content.get("record", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{where} is a damaged profile ({error!r}): make it anew with `dustin calibrate`") from error
+
+
+def read(path: Path) -> Profile:
+    """Raise UsageError when the file cannot be read or is no profile."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the profile {path}: {getattr(error, 'strerror', None) or error}") from error
+    return from_json(content, str(path))
+
+
+def default_path(profile: Profile) -> Path:
+    """Where `dustin calibrate` writes: one file a pair in the user's cache."""
+    key = hashlib.sha256("".join((*profile.target, *profile.draft)).encode()).hexdigest()[:16]
+    return cache_dir() / "profiles" / f"{key}.json"
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write the file, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_json(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def known() -> Iterator[Profile]:
+    """The user's profiles, newest first, then the shipped ones. Damaged files of the cache are passed over."""
+    own = sorted((cache_dir() / "profiles").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [*own, *sorted(SHIPPED.glob("*.json"))]:
+        try:
+            yield read(path)
+        except UsageError:
+            continue
+
+
+def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | None) -> Scoring:
+    """The scoring of a pair as the options ask: a file, the pair's profile, or the heuristic.
+
+    Raise UsageError for a file that cannot be read, or that names layers or heads that these models lack.
+    """
+    if options.profile == "none":
+        return heuristic(target, draft)
+    if options.profile != "auto":
+        scoring = read(Path(options.profile).expanduser()).scoring
+    else:
+        fitting = next((profile.scoring for profile in known() if profile.fits(target, draft)), None)
+        if fitting is None:
+            return heuristic(target, draft)
+        scoring = fitting
+    for kind, tap, spec in (("target", scoring.target, target), ("draft", scoring.draft, draft)):
+        if spec is not None:
+            _check(options.profile, kind, tap, spec)
+    _check(options.profile, "dense layers of the target", Tap(dict.fromkeys(scoring.dense_layers, ())), target)
+    return scoring if draft is not None else replace(scoring, draft=Tap({}))
+
+
+def _check(where: str, kind: str, tap: Tap, spec: ModelSpec) -> None:
+    for layer, heads in tap.heads.items():
+        if layer >= spec.num_layers or layer in spec.sliding_layers or any(head >= spec.num_heads for head in heads):
+            raise UsageError(
+                f"profile {where!r} names layer {layer} with heads {list(heads)} ({kind}), but {spec.name} has "
+                f"{spec.num_layers} layers of {spec.num_heads} heads: it was made for another model"
+            )

@@ -1,0 +1,104 @@
+"""Which queries score a set, of target and draft: a calibrated profile's, or the stated heuristic (METHOD sections 3 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dustin.interfaces import ModelSpec, Tap
+
+# m of METHOD 3 where nothing was calibrated.
+DEFAULT_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a selector scores with.
+
+    `target` and `draft` are the scoring heads; `lookahead_share` is m; `dense_layers` ignore the set. The target's history is
+    the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before;
+    `smoothing` is the width in tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are
+    scored, in the rounds between only the `pool` best of then. `source` names where this comes from.
+    """
+
+    target: Tap
+    draft: Tap
+    lookahead_share: float = DEFAULT_SHARE
+    dense_layers: tuple[int, ...] = ()
+    history_rows: int = 1
+    history_decay: float = 0.0
+    smoothing: int = 1
+    refresh: int = 1
+    pool: int = 4096
+    source: str = "heuristic"
+
+    def describe(self, with_draft: bool = True) -> str:
+        """One line for statistics: where it comes from and which heads score."""
+        parts = [f"target {heads_text(self.target)}"]
+        if with_draft and self.draft.heads:
+            parts.append(f"draft {heads_text(self.draft)}")
+        if self.dense_layers:
+            parts.append("dense layers " + ", ".join(str(layer) for layer in self.dense_layers))
+        return f"{self.source}, " + "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class ReadBytes:
+    """Bytes of a cache's rows, for one model."""
+
+    spec: ModelSpec = field(repr=False)
+
+    def tokens(self, count: int) -> int:
+        """Keys and values of `count` tokens in every layer."""
+        return count * self.spec.bytes_per_kv_token
+
+    def scoring(self, tap: Tap, tokens: int) -> int:
+        """Keys of `tokens` tokens of the kv heads that serve the scoring heads: half of K and V of a layer's kv head."""
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        heads = sum(len({head // group for head in chosen}) for chosen in tap.heads.values())
+        return tokens * self.spec.bytes_per_kv_token * heads // (2 * self.spec.num_layers * self.spec.num_kv_heads)
+
+    def layers(self, count: int, tokens: int) -> int:
+        """Keys and values of `tokens` tokens in `count` layers."""
+        return tokens * self.spec.bytes_per_kv_token * count // self.spec.num_layers
+
+
+def heads_text(tap: Tap) -> str:
+    """`layers 18, 21 (all heads)` or `layers 18 (heads 1, 4)`."""
+    if all(heads == tuple(range(len(heads))) for heads in tap.heads.values()) and len({len(h) for h in tap.heads.values()}) <= 1:
+        return "layers " + ", ".join(str(layer) for layer in tap.heads) + " (all heads)"
+    parts = (f"{layer} (heads {', '.join(str(head) for head in heads)})" for layer, heads in tap.heads.items())
+    return "layers " + ", ".join(parts)
+
+
+def all_heads(spec: ModelSpec, layers: Sequence[int]) -> Tap:
+    """Every query head of the given layers."""
+    return Tap({layer: tuple(range(spec.num_heads)) for layer in layers})
+
+
+def full_layers(spec: ModelSpec) -> list[int]:
+    """Layers that see the whole prefix: those with a sliding window are never scored and never read a set."""
+    return [layer for layer in range(spec.num_layers) if layer not in set(spec.sliding_layers)]
+
+
+def default_tap(spec: ModelSpec, depths: tuple[float, ...]) -> Tap:
+    """All heads of the layers at the given shares of depth, moved off sliding-window layers."""
+    full = full_layers(spec)
+    if not full:
+        return Tap({})
+    return all_heads(spec, sorted({min(full, key=lambda layer: abs(layer - depth * (spec.num_layers - 1))) for depth in depths}))
+
+
+def target_tap(spec: ModelSpec) -> Tap:
+    """Scoring heads of a target without a profile: all heads of two layers at 0.65 and 0.75 of depth (METHOD section 4)."""
+    return default_tap(spec, (0.65, 0.75))
+
+
+def draft_tap(spec: ModelSpec) -> Tap:
+    """Scoring heads of a draft without a profile: all heads of three layers at 0.5 to 0.7 of depth (METHOD section 4)."""
+    return default_tap(spec, (0.5, 0.6, 0.7))
+
+
+def heuristic(target: ModelSpec, draft: ModelSpec | None) -> Scoring:
+    """The scoring of an uncalibrated pair."""
+    return Scoring(target_tap(target), draft_tap(draft) if draft is not None else Tap({}))

@@ -1,0 +1,103 @@
+"""The paper's selector and its halves: sinks and recent tokens protected, m of the rest by draft scores, then target scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dustin.config import EngineOptions
+from dustin.interfaces import Array, SelectionContext, TokenSet
+from dustin.scoring import Scoring
+from dustin.selectors.base import BaseSelector
+
+
+class QuotaSelector(BaseSelector):
+    """`dustin`, `history` (m = 0), `lookahead` (m = 1) and `specattn` (m = 1, cut by mass).
+
+    Beyond the paper, where the scoring asks for it: history over several rows and rounds, smoothed scores, scoring within a
+    pool between refreshes, layers kept dense, and sets cut to the smallest that holds `top_mass` of the scores.
+    """
+
+    def __init__(self, name: str, options: EngineOptions, scoring: Scoring) -> None:
+        super().__init__(name, options, scoring)
+        chosen = options.lookahead_share
+        shares = {"history": 0.0, "lookahead": 1.0, "specattn": 1.0}
+        self._share = shares.get(name, scoring.lookahead_share if chosen is None else chosen)
+        self._mass = options.top_mass if options.top_mass is not None or name != "specattn" else SPECATTN_MASS
+        self.needs_history = self._share != 1.0
+        self.needs_lookahead = self._share != 0.0
+        self.history_rows = scoring.history_rows
+        self._dense = scoring.dense_layers if options.dense_layers is None else options.dense_layers
+        self._rounds = 0
+        self._pool: TokenSet | None = None
+        self._pool_lengths: tuple[int, ...] = ()
+        self._total: Array | None = None
+
+    def select(self, context: SelectionContext) -> TokenSet | None:
+        """The set of this round; None (dense) when every row fits the budget."""
+        if self._fits(context):
+            return None
+        within, size = self._candidates(context)
+        target = self._history_scores(context, within, size)
+        draft = self._draft_scores(context, within, size) if self.needs_lookahead else None
+        backend, smooth = context.backend, self._scoring.smoothing
+        if smooth > 1:
+            target, draft = (x if x is None else backend.smooth(x, smooth) for x in (target, draft))
+        chosen = self._choose(backend, target, draft, context.lengths, self._share)
+        if self._scoring.refresh > 1 and within is None:
+            pool = max(self._scoring.pool, self._options.budget)
+            self._pool = self._choose(backend, target, draft, context.lengths, self._share, pool)
+            self._pool_lengths = context.lengths
+        chosen = self._cut(context, chosen, target, draft)
+        return replace(chosen, dense_layers=self._dense) if self._dense else chosen
+
+    def _candidates(self, context: SelectionContext) -> tuple[TokenSet | None, int | None]:
+        """The pool of this round with the tokens that came since, or None where all tokens are scored."""
+        refresh = self._scoring.refresh
+        if refresh <= 1:
+            return None, None
+        if self._restarted or self._pool is None or self._rounds % refresh == 0:
+            self._rounds = 1
+            return None, None
+        if not context.repeat:
+            self._rounds += 1
+        grown = max(0, *(now - then for now, then in zip(context.lengths, self._pool_lengths, strict=True)))
+        pool = context.backend.extend(self._pool, self._pool_lengths, context.lengths)
+        return pool, max(self._scoring.pool, self._options.budget) + grown
+
+    def _history_scores(self, context: SelectionContext, within: TokenSet | None, size: int | None) -> Array | None:
+        # A lookahead-only selector without lookahead (first lagged round, or no draft model) falls back on history.
+        if not self.needs_history and (context.lookahead is not None or not self.needs_lookahead):
+            return None
+        fresh = self._target_scores(context, within, size)
+        decay = self._scoring.history_decay
+        if fresh is None or not decay:
+            return fresh
+        if self._total is None:
+            total = fresh
+        else:
+            decays = tuple(0.0 if row in self._restarted else decay for row in range(len(context.lengths)))
+            total = context.backend.accumulate(self._total, fresh, decays)
+        if not context.repeat:
+            self._total, self._restarted = total, set()
+        return total
+
+    def _cut(self, context: SelectionContext, chosen: TokenSet, target: Array | None, draft: Array | None) -> TokenSet:
+        """An adaptive budget: per round and sequence no more than `top_mass` of what the scores see asks for."""
+        if self._mass is None or (target is None and draft is None):
+            return chosen
+        both = target if draft is None else draft
+        if target is not None and draft is not None:
+            both = context.backend.accumulate(target, draft, 1.0)
+        options = self._options
+        return context.backend.keep_mass(
+            chosen,
+            both,
+            context.lengths,
+            mass=self._mass,
+            num_sink_tokens=options.num_sink_tokens,
+            num_recent_tokens=options.num_recent_tokens,
+        )
+
+
+# SpecAttn's top-p of the draft's attention mass (arXiv 2510.27641) where --top-mass does not say otherwise.
+SPECATTN_MASS = 0.95
