@@ -144,9 +144,9 @@ def finish_split(
                 arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
                 if arrived == active - 1:
                     tl.store(counters + group, 0)
-                    if SPLITS <= 4:
-                        merged = merge_others(
-                            acc, m_i, l_i, part_o, part_ml, group, split, active, rows, columns, valid, BLOCK_D, BLOCK_M, SPLITS
+                    if SPLITS == 2:
+                        merged = merge_two(
+                            acc, m_i, l_i, part_o, part_ml, group, split, rows, columns, valid, BLOCK_D, BLOCK_M
                         )  # fmt: skip
                     else:
                         merged = merge_partials(
@@ -156,31 +156,21 @@ def finish_split(
 
 
 @triton.jit
-def merge_others(
-    acc, m_i, l_i, part_o, part_ml, group, split, active, rows, columns, valid,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
+def merge_two(
+    acc, m_i, l_i, part_o, part_ml, group, split, rows, columns, valid, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """merge_partials in the last program to arrive, whose own partial is still in registers: the same sums in the same order."""
-    first = group.to(tl.int64) * SPLITS * BLOCK_M + rows
-    top = m_i
-    for s in tl.static_range(SPLITS):
-        m_s = tl.load(
-            part_ml + (first + s * BLOCK_M) * 2, mask=valid & (s < active), other=float("-inf"), cache_modifier=".cg"
-        )
-        top = tl.maximum(top, m_s)
+    """merge_partials in the last of two programs, whose own partial is still in registers."""
+    base = (group.to(tl.int64) * 2 + 1 - split) * BLOCK_M + rows
+    m_s = tl.load(part_ml + base * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    l_s = tl.load(part_ml + base * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+    o_s = tl.load(part_o + base[:, None] * BLOCK_D + columns[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg")
+    top = tl.maximum(m_i, m_s)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros(rows.shape, tl.float32)
-    merged = tl.zeros(acc.shape, tl.float32)
-    for s in tl.static_range(SPLITS):
-        base = first + s * BLOCK_M
-        there = valid & (s < active) & (s != split)
-        m_s = tl.load(part_ml + base * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-        l_s = tl.load(part_ml + base * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        o_s = tl.load(part_o + base[:, None] * BLOCK_D + columns[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
-        own = s == split
-        weight = tl.exp2(tl.where(own, m_i, m_s) - shift)
-        total += tl.where(own, l_i, l_s) * weight
-        merged += tl.where(own, acc, o_s) * weight[:, None]
+    # In split order, whichever program arrived last: a product fused into the sum is rounded differently from the other.
+    is_first = split == 0
+    w_0, w_1 = tl.exp2(tl.where(is_first, m_i, m_s) - shift), tl.exp2(tl.where(is_first, m_s, m_i) - shift)
+    total = tl.where(is_first, l_i, l_s) * w_0 + tl.where(is_first, l_s, l_i) * w_1
+    merged = tl.where(is_first, acc, o_s) * w_0[:, None] + tl.where(is_first, o_s, acc) * w_1[:, None]
     return tl.where(valid[:, None], merged / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
 
 
