@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from dustin import cli as command_line
 from tests import tiny_model
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DUSTIN_", "HF_"))}
-    own = {"DUSTIN_CACHE": str(tmp_path / "cache"), "XDG_CONFIG_HOME": str(tmp_path / "config"), "DUSTIN_BACKEND": "numpy"}
-    hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    return kept | own | hub | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-
-
-def dustin(
-    environment: dict[str, str], *args: object, stdin: str | bytes = "", apart: bool = False
-) -> subprocess.CompletedProcess[str]:
-    """Run a command line: here (quick), or `apart` in a process of its own where libraries read variables at import."""
-    data = stdin.encode() if isinstance(stdin, str) else stdin
-    words = [*map(str, args)]
-    if apart:
-        command = [sys.executable, "-m", "dustin", *words]
-        done = subprocess.run(command, capture_output=True, input=data, check=False, env=environment, timeout=120)
-        return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
-    streams = [io.TextIOWrapper(io.BytesIO(start), "utf-8", newline="\n") for start in (data, b"", b"")]
-    with mock.patch.dict(os.environ, environment, clear=True), mock.patch.multiple(
-        sys, stdin=streams[0], stdout=streams[1], stderr=streams[2]
-    ):
-        code = command_line.run(words)
-    out, err = (stream.detach().getvalue().decode() for stream in streams[1:] if stream.flush() is None)
-    return subprocess.CompletedProcess(words, code, out, err)
-
-
-def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """One clear line, the right code, nothing on stdout."""
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert len([line for line in lines if line.startswith("error: ")]) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert all(word in lines[-1] for word in words), lines[-1]
-
+from tests.cli.running import dustin, fails, first_output, popen
 
 # What works.
 
@@ -107,38 +59,6 @@ def test_stop_string_is_not_printed(model: Path, environment: dict[str, str]) ->
     stop = next(char for char in text[3:] if char.isascii() and char.isprintable() and char not in text[:3])
     result = json.loads(dustin(environment, *options, "--stop", stop).stdout)
     assert result["text"] == text[: text.index(stop)] and result["finish_reason"] == "stop"
-
-
-def test_chat_in_a_pipe(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a document")
-    script = f"/help\n/file {tmp_path / 'a.txt'}\nhello\n/stats\nmore\n/system be brief\n/reset\nagain\n/quit\nnever\n"
-    done = dustin(environment, "chat", "-m", model, "-n", 5, stdin=script)
-    assert done.returncode == 0, done.stderr
-    assert "/quit" in done.stderr and "10 tokens" in done.stderr and "generated: 5 tokens" in done.stderr
-    assert "error" not in done.stderr
-
-
-def test_chat_goes_on_after_an_error(model: Path, environment: dict[str, str]) -> None:
-    done = dustin(environment, "chat", "-m", model, "-n", 5, stdin=f"/bad\n/file /nonexistent\n{'x' * 600}\nhi\n/stats\n")
-    assert done.returncode == 2
-    assert [line[:30] for line in done.stderr.splitlines() if line.startswith("error")][0].startswith("error: unknown command /bad")
-    assert done.stderr.count("error: ") == 3 and "generated: 5 tokens" in done.stderr
-
-
-def test_chat_answers_equal_cold_runs(model: Path, environment: dict[str, str]) -> None:
-    from dustin.config import RequestOptions
-    from dustin.generation import load
-
-    warm = load(str(model), backend="numpy")
-    warm.prefix_cache = True
-    turns: list[dict[str, str]] = []
-    for question in ("one", "two", "three"):
-        turns.append({"role": "user", "content": question})
-        texts = []
-        for session in (warm, load(str(model), backend="numpy")):
-            texts.append("".join(response.text for response in session.stream_generate(turns, RequestOptions(max_tokens=9))))
-        assert texts[0] == texts[1]
-        turns.append({"role": "assistant", "content": texts[0]})
 
 
 def test_models_doctor_and_bench(model: Path, environment: dict[str, str]) -> None:
@@ -281,56 +201,12 @@ def test_no_chat_template(environment: dict[str, str], tmp_path: Path) -> None:
 # Ctrl-C and closed pipes.
 
 
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    """A model with room for more tokens than anyone waits for."""
-    return tiny_model.write(tmp_path / "slow", max_position_embeddings=50_000)
-
-
-@pytest.fixture
-def start(environment: dict[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that the test started; none outlives it."""
-    running: list[subprocess.Popen[bytes]] = []
-    yield running
-    for process in running:
-        process.kill()
-        process.wait()
-
-
-def popen(environment: dict[str, str], *args: object) -> subprocess.Popen[bytes]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "dustin", *map(str, args)]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
-
-
-def first_output(process: subprocess.Popen[bytes]) -> bytes:
-    if process.stdout is None:
-        raise RuntimeError("the process has no stdout pipe")
-    return os.read(process.stdout.fileno(), 1)
-
-
 def test_ctrl_c_ends_generate(environment: dict[str, str], slow: Path, start: list[subprocess.Popen[bytes]]) -> None:
     start.append(popen(environment, "generate", "-m", slow, "-n", 40_000, "--ignore-eos", "hello"))
     first_output(start[0])
     start[0].send_signal(signal.SIGINT)
     _, err = start[0].communicate(timeout=60)
     assert start[0].returncode == 130 and b"Traceback" not in err
-
-
-def test_ctrl_c_in_chat_stops_the_answer_and_keeps_the_session(
-    environment: dict[str, str], slow: Path, start: list[subprocess.Popen[bytes]]
-) -> None:
-    start.append(popen(environment, "chat", "-m", slow, "-n", 40_000, "--ignore-eos"))
-    process = start[0]
-    if process.stdin is None:
-        raise RuntimeError("the process has no stdin pipe")
-    process.stdin.write(b"hello\n")
-    process.stdin.flush()
-    first_output(process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(b"/stats\n/quit\n", timeout=60)
-    assert process.returncode == 0, err
-    assert b"[stopped]" in err and b"generated: " in err and b"Traceback" not in err
 
 
 def test_closed_pipe_is_quiet(environment: dict[str, str], slow: Path, start: list[subprocess.Popen[bytes]]) -> None:
