@@ -6,12 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-SINKS, RECENT, SCORING_HEADS = 4, 32, 4
+SINKS, RECENT, SCORING_HEADS, BLOCK = 4, 32, 4, 16
 # Relative RMS against float64, as in tests/parity: one wrong index among a thousand fails.
 TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -73,6 +72,7 @@ class Data:
     values: list[Any] = field(default_factory=list)
     stock: list[tuple[Any, Any]] = field(default_factory=list)
     sets: dict[int, Any] = field(default_factory=dict)
+    blocks: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         import mlx.core as mx
@@ -95,26 +95,51 @@ class Data:
         for budget in p.budgets:
             chosen = [np.sort(rng.choice(p.context, budget, replace=False)) for _ in range(p.batch)]
             self.sets[budget] = mx.array(np.stack(chosen).astype(np.int32))
-        mx.eval(self.q, self.lengths, self.num_tokens, list(self.sets.values()))
+            whole = p.context // BLOCK
+            chosen = [np.sort(rng.choice(whole, min(budget // BLOCK, whole), replace=False)) for _ in range(p.batch)]
+            self.blocks[budget] = mx.array(np.stack(chosen).astype(np.int32))
+        mx.eval(self.q, self.lengths, self.num_tokens, list(self.sets.values()), list(self.blocks.values()))
+
+    def committed(self, name: str) -> np.ndarray:
+        """The committed tokens that path `name` reads of the last sequence."""
+        kind, _, budget = name.partition(" ")
+        if kind == "sparse":
+            return np.array(self.sets[int(budget)])[-1]
+        if kind == "blocks":
+            return (np.array(self.blocks[int(budget)])[-1][:, None] * BLOCK + np.arange(BLOCK)).ravel()
+        return np.arange(self.problem.context)
 
 
-def array_operations() -> SimpleNamespace:
+@dataclass(frozen=True)
+class Operations:
+    """Our side of a comparison. `dense_plan`, `sparse_plan` make once a pass what all layers share (None: nothing)."""
+
+    name: str
+    dense: Callable[..., Any]
+    sparse: Callable[..., Any]
+    score: Callable[..., Any]
+    select: Callable[..., Any]
+    blocks: Callable[..., Any] | None = None
+    dense_plan: Callable[..., Any] | None = None
+    sparse_plan: Callable[..., Any] | None = None
+
+
+def array_operations() -> Operations:
     """The array path: take() and mx.fast.scaled_dot_product_attention, wherever MLX runs."""
     from dustin.metal_kernels import fallback as f
 
-    verify = {"dense": f.dense_verify, "sparse": f.sparse_verify}
-    return SimpleNamespace(name="array path", score=f.score_heads, select=f.select_tokens, **verify)
+    verify = (f.dense_verify, f.sparse_verify, f.score_heads, f.select_tokens)
+    return Operations("array path", *verify, dense_plan=f.dense_plan, sparse_plan=f.sparse_plan)
 
 
-def kernel_operations() -> SimpleNamespace:
+def kernel_operations() -> Operations:
     """The Metal kernels."""
     from dustin.metal_kernels.dense_verify import dense_verify
     from dustin.metal_kernels.score_heads import score_heads
     from dustin.metal_kernels.select_tokens import select_tokens
-    from dustin.metal_kernels.sparse_verify import sparse_verify
+    from dustin.metal_kernels.sparse_verify import sparse_verify, sparse_verify_blocks
 
-    verify = {"dense": dense_verify, "sparse": sparse_verify}
-    return SimpleNamespace(name="Metal kernels", score=score_heads, select=select_tokens, **verify)
+    return Operations("Metal kernels", dense_verify, sparse_verify, score_heads, select_tokens, sparse_verify_blocks)
 
 
 def stock_attention(q: Any, k: Any, v: Any, scale: float) -> Any:
@@ -145,34 +170,42 @@ def packed_attention(q: Any, k: Any, v: Any, scale: float, mask: Any) -> Any:
 Path = Callable[[Any, int], Any]
 
 
-def paths(data: Data, operations: SimpleNamespace) -> dict[str, Path]:
-    """name -> f(q [B, T, Hq, D], layer) -> [B, T, Hq, D]: every way to attend that is compared."""
+def paths(data: Data, operations: Operations) -> dict[str, Callable[[], Path]]:
+    """name -> f() -> attend(q [B, T, Hq, D], layer) -> [B, T, Hq, D]: every way that is compared. f runs once a pass."""
     p, turn = data.problem, (0, 2, 1, 3)
     scale, mask = p.head_dim**-0.5, packed_mask(p)
+    rows, shape = (data.lengths, data.num_tokens), (p.batch, p.rows, p.context + p.rows)
 
-    def ours(q: Any, layer: int) -> Any:
-        return operations.dense(q, data.keys[layer], data.values[layer], data.lengths, data.num_tokens, scale)
+    def stock() -> Path:
+        return lambda q, layer: stock_attention(q.transpose(turn), *data.stock[layer], scale).transpose(turn)
 
-    def sparse(budget: int) -> Path:
+    def packed() -> Path:
+        return lambda q, layer: packed_attention(q.transpose(turn), *data.stock[layer], scale, mask).transpose(turn)
+
+    def ours() -> Path:
+        plan = {"plan": operations.dense_plan(*rows, *shape)} if operations.dense_plan else {}
+        return lambda q, layer: operations.dense(q, data.keys[layer], data.values[layer], *rows, scale, **plan)
+
+    def chosen(operation: Callable[..., Any], sets: Any, make_plan: Callable[..., Any] | None) -> Callable[[], Path]:
         import mlx.core as mx
 
-        counts = mx.array([budget] * p.batch, mx.int32)
+        given = (sets, mx.array([sets.shape[1]] * p.batch, mx.int32), *rows)
 
-        def attend(q: Any, layer: int) -> Any:
-            caches = (data.keys[layer], data.values[layer])
-            return operations.sparse(q, *caches, data.sets[budget], counts, data.lengths, data.num_tokens, scale)
+        def make() -> Path:
+            plan = {"plan": make_plan(*given, *shape)} if make_plan else {}
+            return lambda q, layer: operation(q, data.keys[layer], data.values[layer], *given, scale, **plan)
 
-        return attend
+        return make
 
-    return {
-        "stock": lambda q, layer: stock_attention(q.transpose(turn), *data.stock[layer], scale).transpose(turn),
-        "stock packed": lambda q, layer: packed_attention(q.transpose(turn), *data.stock[layer], scale, mask).transpose(turn),
-        "our dense": ours,
-        **{f"sparse {budget}": sparse(budget) for budget in p.budgets},
-    }
+    ways: dict[str, Callable[[], Path]] = {"stock": stock, "stock packed": packed, "our dense": ours}
+    for budget in p.budgets:
+        ways[f"sparse {budget}"] = chosen(operations.sparse, data.sets[budget], operations.sparse_plan)
+        if operations.blocks:
+            ways[f"blocks {budget}"] = chosen(operations.blocks, data.blocks[budget], None)
+    return ways
 
 
-def selection(data: Data, operations: SimpleNamespace, budget: int) -> tuple[Any, Any]:
+def selection(data: Data, operations: Operations, budget: int) -> tuple[Any, Any]:
     """(indices, counts): scores of one layer and the quota rule, as a round does them."""
     p = data.problem
     heads = tuple(range(min(SCORING_HEADS, p.heads // p.kv_heads)))
@@ -181,15 +214,14 @@ def selection(data: Data, operations: SimpleNamespace, budget: int) -> tuple[Any
     return operations.select(scores, None, data.lengths, **quota)
 
 
-def exact(data: Data, budget: int | None) -> np.ndarray:
-    """Float64 attention [T, g, D] of the last sequence and kv head in layer 0, over everything or one set."""
+def exact(data: Data, committed: np.ndarray) -> np.ndarray:
+    """Float64 attention [T, g, D] of the last sequence and kv head in layer 0, over `committed` and the in-flight rows."""
     import mlx.core as mx
 
     p = data.problem
     group = p.heads // p.kv_heads
     k, v = (np.array(x[-1, :, -1].astype(mx.float32)).astype(np.float64) for x in (data.keys[0], data.values[0]))
     q = np.array(data.q[-1, :, -group:].astype(mx.float32)).astype(np.float64)
-    committed = np.arange(p.context) if budget is None else np.array(data.sets[budget])[-1]
     out = np.zeros(q.shape)
     for t in range(p.rows):
         seen = np.concatenate([committed, np.arange(p.context, p.context + t + 1)])
@@ -199,14 +231,14 @@ def exact(data: Data, budget: int | None) -> np.ndarray:
     return out
 
 
-def errors(data: Data, ways: dict[str, Path]) -> dict[str, float]:
+def errors(data: Data, ways: dict[str, Callable[[], Path]]) -> dict[str, float]:
     """Relative RMS of every path against float64; inf where something is not finite."""
     import mlx.core as mx
 
     p, found = data.problem, {}
-    for name, attend in ways.items():
-        want = exact(data, int(name.split()[1]) if name.startswith("sparse") else None)
-        got = np.array(attend(data.q, 0)[-1, :, -want.shape[1] :].astype(mx.float32)).astype(np.float64)
+    for name, make in ways.items():
+        want = exact(data, data.committed(name))
+        got = np.array(make()(data.q, 0)[-1, :, -want.shape[1] :].astype(mx.float32)).astype(np.float64)
         error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
         found[name] = float(error) if np.isfinite(error) else float("inf")
     if any(error > TOLERANCE[p.dtype] for error in found.values()):
@@ -233,7 +265,7 @@ def interleaved(calls: dict[str, Callable[[], Any]], repeats: int, clock: Callab
 
 
 def measure(
-    problem: Problem, operations: SimpleNamespace, repeats: int = 7, clock: Callable[[], float] = time.perf_counter
+    problem: Problem, operations: Operations, repeats: int = 7, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
     """One row: milliseconds a layer of every path, a round's selection, bytes, ratios. ValueError when the numbers are off.
 
@@ -243,20 +275,20 @@ def measure(
     ways = paths(data, operations)
     off = errors(data, ways)
 
-    def stacked(attend: Path) -> Callable[[], Any]:
+    def stacked(make: Callable[[], Path]) -> Callable[[], Any]:
         def run() -> Any:
-            q = data.q
+            q, attend = data.q, make()
             for layer in range(problem.stack):
                 q = attend(q, layer % problem.held)
             return q
 
         return run
 
-    calls = {name: stacked(attend) for name, attend in ways.items()}
+    calls = {name: stacked(make) for name, make in ways.items()}
     calls |= {f"selection {budget}": lambda k=budget: selection(data, operations, k) for budget in problem.budgets}
     times = {name: statistics.median(found) for name, found in interleaved(calls, repeats, clock).items()}
     a_layer = {name: times[name] / problem.stack for name in ways}
-    dense = {name: ms for name, ms in a_layer.items() if not name.startswith("sparse")}
+    dense = {name: ms for name, ms in a_layer.items() if not name.startswith(("sparse", "blocks"))}
     baseline = min(dense, key=dense.__getitem__)
     return _row(problem, operations.name, repeats, a_layer, times, baseline, off)
 
