@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Any
 
@@ -70,8 +71,8 @@ REQUEST: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
 LOADING = {
     "model": (("--model", "-m"), "A hub id, a folder, a .gguf file or a known name (`dustin models`).", DEFAULT),
     "draft_model": (("--draft-model",), "A small model of the same tokenizer that drafts.", None),
-    "backend": (("--backend",), "auto, torch or numpy.", "auto"),
-    "device": (("--device",), "auto, cpu, cuda, ...", "auto"),
+    "backend": (("--backend",), "auto, torch, mlx or numpy.", "auto"),
+    "device": (("--device",), "auto, cpu, cuda, metal, ...", "auto"),
     "dtype": (("--dtype",), "auto, float32, bfloat16, ...", "auto"),
 }
 
@@ -96,13 +97,25 @@ def _apply(command: Any, made: list[Any]) -> Any:
     return command
 
 
+def graphs_option(command: Any) -> Any:
+    """--no-cuda-graphs, which reaches the backend as DUSTIN_CUDA_GRAPHS=0."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        if not value:
+            os.environ["DUSTIN_CUDA_GRAPHS"] = "0"
+
+    text = "Whether a GPU replays recorded launches; without them rounds are slower, and easier to debug."
+    flags = "--cuda-graphs/--no-cuda-graphs"
+    return click.option(flags, default=True, show_default=True, expose_value=False, callback=remember, help=text)(command)
+
+
 def loading_options(command: Any) -> Any:
-    """--model, --draft-model, --backend, --device, --dtype, --tensor-parallel."""
+    """--model, --draft-model, --backend, --device, --dtype, --cuda-graphs, --tensor-parallel."""
     made = [
         click.option(*flags, name, default=default, show_default=default is not None, help=text)
         for name, (flags, text, default) in LOADING.items()
     ]
-    return _apply(tensor_parallel_option(command), made)
+    return _apply(graphs_option(tensor_parallel_option(command)), made)
 
 
 def engine_options(command: Any) -> Any:

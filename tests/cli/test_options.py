@@ -65,6 +65,25 @@ def test_no_arguments_mean_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
+    ("args", "variable", "graphs"),
+    [([], None, True), (["--no-cuda-graphs"], None, False), ([], "0", False), (["--no-cuda-graphs"], "1", False)],
+)
+def test_graphs_are_used_unless_refused(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], variable: str | None, graphs: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    from dustin.backends.torch_triton.cuda_graphs import graphs_enabled
+
+    # Set first, so that what the command line leaves there goes again.
+    monkeypatch.setenv("DUSTIN_CUDA_GRAPHS", variable or "1")
+    if variable is None:
+        monkeypatch.delenv("DUSTIN_CUDA_GRAPHS")
+    parse(monkeypatch, ["generate", "hi", *args])
+    assert graphs_enabled(torch.device("cuda")) == graphs
+    assert not graphs_enabled(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--budget", "36"], "budget is 36 tokens, expected more than the 36 protected ones (4 sinks + 32 recent)"),
