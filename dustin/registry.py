@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import platform
+import sys
 from typing import cast
 
 from dustin.errors import UsageError
@@ -12,6 +15,11 @@ from dustin.launch import world_size
 BACKENDS = {
     "numpy": "dustin.backends.numpy_reference.backend",
     "torch": "dustin.backends.torch_triton.backend",
+    "mlx": "dustin.backends.mlx_metal.backend",
+}
+# What to do when a backend's libraries are not there.
+_INSTALL = {
+    "mlx": 'install "dustin-llm[mlx]" (on Linux mlx[cpu] or mlx[cuda13], never plain mlx, and mlx-lm), or use --backend torch',
 }
 
 # What `create` gives where several ranks run: rank 0's backend.
@@ -19,12 +27,16 @@ PARALLEL = "dustin.backends.torch_triton.parallel_run"
 _RANKS = "dustin.backends.torch_triton.ranks"
 
 
+def choose() -> str:
+    """What `auto` means here: mlx on Apple silicon where mlx and mlx-lm are installed, else torch."""
+    apple = sys.platform == "darwin" and platform.machine() == "arm64"
+    return "mlx" if apple and all(importlib.util.find_spec(module) for module in ("mlx", "mlx_lm")) else "torch"
+
+
 def create(name: str = "auto", device: str = "auto") -> Backend:
-    """The backend `name` on `device`; `auto` is torch. Raise UsageError with the reason."""
-    if name == "mlx":
-        raise UsageError("backend 'mlx' is not in this version (its Metal kernels are, see metal_kernels): use --backend torch")
+    """The backend `name` on `device`; `auto` is what `choose` says, torch for several ranks. Raise UsageError with the reason."""
     if name == "auto":
-        name = "torch"
+        name = "torch" if world_size() > 1 else choose()
     if name not in BACKENDS:
         raise UsageError(f"backend is {name!r}, expected auto, {' or '.join(BACKENDS)}")
     path = BACKENDS[name]
@@ -35,9 +47,8 @@ def create(name: str = "auto", device: str = "auto") -> Backend:
     try:
         module = importlib.import_module(path)
     except ImportError as error:
-        raise UsageError(
-            f"backend {name!r} cannot be used here: {error}. Run `dustin doctor` to see what is missing"
-        ) from error
+        hint = _INSTALL.get(name, "run `dustin doctor` to see what is missing")
+        raise UsageError(f"backend {name!r} cannot be used here: {error}: {hint}") from error
     return cast(Backend, module.create(device))
 
 

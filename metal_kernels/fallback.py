@@ -20,12 +20,21 @@ def _attend(q: Any, k: Any, v: Any, mask: Any, num_tokens: Any, scale: float) ->
     """q [B, T, Hq, D], k, v [B, K, Hkv, D], mask [B, 1, T, K] -> [B, T, Hq, D], 0 beyond num_tokens [B, 1]."""
     import mlx.core as mx
 
-    turn = (0, 2, 1, 3)
-    out = mx.fast.scaled_dot_product_attention(
-        q.transpose(turn), k.transpose(turn), v.transpose(turn), scale=scale, mask=mask
-    )
+    out = stock_attention(q, k, v, scale, mask)
     live = mx.arange(q.shape[1])[None] < num_tokens
-    return mx.where(live[:, :, None, None], out.transpose(turn), mx.zeros((), q.dtype))
+    return mx.where(live[:, :, None, None], out, mx.zeros((), q.dtype))
+
+
+def stock_attention(q: Any, k: Any, v: Any, scale: float, mask: Any) -> Any:
+    """mx.fast.scaled_dot_product_attention with the token axis before the heads: q [B, T, Hq, D], k, v [B, K, Hkv, D]."""
+    import mlx.core as mx
+
+    turn, dtype = (0, 2, 1, 3), q.dtype
+    if dtype != mx.float32 and mx.default_device() == mx.Device(mx.cpu):
+        # MLX's CPU rounds the scores themselves to the array's dtype.
+        q, k, v = (x.astype(mx.float32) for x in (q, k, v))
+    q, k, v = (x.transpose(turn) for x in (q, k, v))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask).transpose(turn).astype(dtype)
 
 
 def dense_plan(lengths: Any, num_tokens: Any, batch: int, rows: int, keys: int) -> tuple[Any, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dustin.backends.common.folders import read_json, weight_files
 from dustin.backends.torch_triton.config import ModelConfig, config_from_hf
 from dustin.backends.torch_triton.sharding import Part
 from dustin.backends.torch_triton.weights import Fetch, Weights, build
@@ -49,31 +49,10 @@ def open_source(source: Path) -> tuple[ModelConfig, Fetch, str]:
     return *open_folder(source), source.resolve().name
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A parsed JSON object. Raise ModelError naming the file."""
-    try:
-        parsed = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path} holds {type(parsed).__name__}, expected a JSON object")
-    return parsed
-
-
 def open_folder(source: Path) -> tuple[ModelConfig, Fetch]:
     """The configuration and a reader of single tensors; no tensor is in memory before it is asked for."""
     config = config_from_hf(read_json(source / "config.json"))
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
-        for shard in shards:
-            if not (source / shard).is_file():
-                raise ModelError(f"{source / shard} is missing: model.safetensors.index.json names it. Fetch the model again")
-        files = [source / shard for shard in shards]
-    else:
-        files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{source} holds no .safetensors file")
+    files = weight_files(source)
     where = {name: path for path in files for name in _open(path).keys()}
 
     def fetch(name: str, part: Part | None = None) -> torch.Tensor | None:

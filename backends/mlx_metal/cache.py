@@ -1,0 +1,113 @@
+"""Keys and values of B ragged sequences, preallocated and token-major: [B, Nmax, Hkv, D] for each layer.
+
+Nothing grows by copying and no view is kept: MLX writes into an array in place only while nobody else holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from dustin.backends.common.checks import check_lengths, check_memory, host_bytes
+
+
+def free_bytes() -> int | None:
+    """Memory that a cache may take: of the host on the CPU, of the GPU's recommended working set elsewhere; None if unknown."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return host_bytes()
+    info = mx.device_info()
+    limit = info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
+    return None if limit is None else max(0, int(limit) - mx.get_active_memory())
+
+
+class MlxCache:
+    """The KVCache of interfaces.py. Rows at and beyond `lengths[b]` hold anything finite: they are masked, not skipped.
+
+    `fence` is an output of the last in-place kernel, or None: what reads it runs after that kernel (see `lengths_array`).
+    """
+
+    def __init__(
+        self, num_layers: int, batch: int, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: mx.Dtype = mx.float32
+    ) -> None:
+        """Raise ValueError on a shape below 1, MemoryLimitError where 2 * L * B * Nmax * Hkv * D entries do not fit."""
+        for name, value in (("batch", batch), ("capacity", capacity)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected 1 or more")
+        self.capacity = capacity
+        self.num_bytes = 2 * num_layers * batch * capacity * num_kv_heads * head_dim * dtype.size
+        check_memory(self.num_bytes, free_bytes(), batch, capacity)
+        shape = (batch, capacity, num_kv_heads, head_dim)
+        self.keys = [mx.zeros(shape, dtype) for _ in range(num_layers)]
+        self.values = [mx.zeros(shape, dtype) for _ in range(num_layers)]
+        mx.eval(self.keys, self.values)
+        self.fence: mx.array | None = None
+        self._lengths: tuple[int, ...] = (0,) * batch
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Valid rows of each sequence (host values)."""
+        return self._lengths
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return len(self._lengths)
+
+    def lengths_array(self, lengths: Sequence[int]) -> mx.array:
+        """`lengths` as int32 [B], ordered after every row written so far.
+
+        A kernel that writes in place is invisible to MLX's barriers, which follow output buffers; reading its small output is
+        what makes later work wait for it.
+        """
+        made = mx.array(list(lengths), mx.int32)
+        return made if self.fence is None else made + mx.minimum(self.fence, 0)
+
+    def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
+        """num_tokens as ints if each sequence has room for its share; raise ValueError if not."""
+        return check_lengths("num_tokens", num_tokens, [0] * self.batch, [self.capacity - n for n in self._lengths])
+
+    def destinations(self, num_tokens: Sequence[int]) -> tuple[Any, Any]:
+        """Where the next num_tokens[b] rows of each sequence lie: (sequence, slice) for a single one, else index arrays [R]."""
+        rows = [(b, n, count) for b, (n, count) in enumerate(zip(self._lengths, num_tokens, strict=True)) if count]
+        if len(rows) == 1:
+            b, start, count = rows[0]
+            return b, slice(start, start + count)
+        sequences = [b for b, _, count in rows for _ in range(count)]
+        return mx.array(sequences), mx.array([start + t for _, start, count in rows for t in range(count)])
+
+    def write(self, layer: int, where: tuple[Any, Any], keys: mx.array, values: mx.array) -> None:
+        """Put keys, values [R, Hkv, D] (all sequences' new rows, packed) at `destinations`. Lengths stay: see `advance`."""
+        self.keys[layer][where] = keys
+        self.values[layer][where] = values
+
+    def advance(self, num_tokens: Sequence[int]) -> None:
+        """Count the rows that every layer has written."""
+        self._lengths = tuple(have + n for have, n in zip(self._lengths, self.check_room(num_tokens), strict=True))
+
+    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
+        new = check_lengths("lengths", lengths, [0] * self.batch, self._lengths)
+        dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
+        self._lengths = new
+        return dropped
+
+    def take(self, rows: Sequence[int], capacity: int | None = None) -> MlxCache:
+        """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""
+        check_lengths("rows", rows, [0] * len(rows), [self.batch - 1] * len(rows))
+        size = self.capacity if capacity is None else capacity
+        lengths = check_lengths("lengths", [self._lengths[row] for row in rows], [0] * len(rows), [size] * len(rows))
+        heads, dim = self.keys[0].shape[2:]
+        other = MlxCache(len(self.keys), len(rows), size, heads, dim, dtype=self.keys[0].dtype)
+        if self.fence is not None:
+            mx.eval(self.fence)
+        stores: tuple[tuple[list[Any], list[Any]], ...] = ((self.keys, other.keys), (self.values, other.values))
+        for mine, its in stores:
+            for layer, source in enumerate(mine):
+                for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                    its[layer][b, :length] = source[row, :length]
+                # Now, and layer by layer: a pending copy would hold the source, and its next write would copy all of it.
+                mx.eval(its[layer])
+        other._lengths = lengths
+        return other
