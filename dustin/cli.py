@@ -36,13 +36,15 @@ def cli(ctx: click.Context, config: Path | None) -> None:
 
 def _register() -> None:
     from dustin.bench_command import bench
+    from dustin.calibrate_command import calibrate
     from dustin.chat import chat
     from dustin.config_command import completion, config
     from dustin.doctor import doctor
     from dustin.generate_command import generate
     from dustin.models_command import models
+    from dustin.serve_command import serve
 
-    for command in (generate, chat, models, doctor, bench, config, completion):
+    for command in (generate, chat, models, doctor, bench, calibrate, config, completion, serve):
         cli.add_command(command)
 
 

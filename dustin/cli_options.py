@@ -97,6 +97,11 @@ def _apply(command: Any, made: list[Any]) -> Any:
     return command
 
 
+def dataclass_options(command: Any, options: type, table: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]]) -> Any:
+    """The fields of `options` that the table names (see ENGINE)."""
+    return _apply(command, _dataclass_options(options, table))
+
+
 def graphs_option(command: Any) -> Any:
     """--no-cuda-graphs, which reaches the backend as DUSTIN_CUDA_GRAPHS=0."""
 

@@ -9,12 +9,15 @@ from typing import Protocol, cast
 
 from dustin.config import EngineOptions, RequestOptions
 from dustin.engine import Engine
+from dustin.errors import UsageError
 from dustin.interfaces import Drafter, Drafts, KVCache, Tap, WarpBatch
 from dustin.planning import AutoPlanner
 from dustin.prefill import padded_tokens
 from dustin.sequence import Event, Sequence
 
 _NOTHING = RequestOptions(max_tokens=1)
+# Tokens compared at once: prompts of 100,000 tokens meet many slots between two rounds.
+_COMPARED = 1024
 
 
 class SlotDrafter(Drafter, Protocol):
@@ -38,7 +41,12 @@ class SlotEngine(Engine):
     """
 
     def open(self, cache: KVCache, num_slots: int) -> None:
-        """Begin with `num_slots` free slots over an empty cache of that many sequences."""
+        """Begin with `num_slots` free slots over an empty cache of that many sequences.
+
+        Raise UsageError for a selector that looks at the prompt's last rows, which chunks read at different times do not keep.
+        """
+        if self.selector.prompt_rows > 1:
+            raise UsageError(f"selector {self.selector.name!r} is for single batches, not for slots: use --select dustin")
         self.cache = cache
         self.rows = [_nobody(slot) for slot in range(num_slots)]
         self._set_lengths = (0,) * num_slots
@@ -60,13 +68,17 @@ class SlotEngine(Engine):
         """Sequences whose prompts are being read."""
         return [row for row in self.rows if row.reading]
 
-    def reusable(self, slot: int, prompt: Seq[int]) -> int:
+    def reusable(self, slot: int, prompt: list[int]) -> int:
         """How many leading tokens of `prompt` the free slot's cache rows hold. One at least is read again, for its logits."""
         row = self.rows[slot]
         if row.finish_reason == "error":
             return 0
         most = min(row.dense_rows, self._target_cache.lengths[slot], len(prompt) - 1)
-        return next((i for i in range(most) if row.tokens[i] != prompt[i]), most)
+        for start in range(0, most, _COMPARED):
+            stop = min(start + _COMPARED, most)
+            if row.tokens[start:stop] != prompt[start:stop]:
+                return next(i for i in range(start, stop) if row.tokens[i] != prompt[i])
+        return most
 
     def admit(self, sequence: Sequence) -> int:
         """Take the free slot `sequence.row`; its prompt is read by `read_chunk`. Returns the prompt tokens that need no reading.

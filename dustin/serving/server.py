@@ -1,0 +1,122 @@
+"""Runs the application: one listening socket, one engine thread, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from dustin.config import SamplingOptions
+from dustin.errors import DustinError, UsageError
+from dustin.generation import Session
+from dustin.serving.app import Server
+from dustin.serving.metrics import Metrics
+from dustin.serving.options import ServerOptions
+from dustin.serving.scheduler import Scheduler
+
+# What connections may take to close once every request has its answer, in seconds.
+_CLOSING = 5
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with our end: the first signal drains, the second stops at once; neither kills the process half-way."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
+        super().__init__(config)
+        self.scheduler = scheduler
+        self.signal: int | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of a signal. uvicorn would raise it again at the end."""
+        self.scheduler.drain()
+        if self.signal is None:
+            self.signal = sig
+            self.should_exit = True
+        else:
+            self.scheduler.abandon()
+            self.force_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, let what runs finish within the drain timeout, end the rest with an error."""
+        self.scheduler.drain()
+        limit = asyncio.get_running_loop().call_later(self.scheduler.options.drain_timeout, self.scheduler.abandon)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            limit.cancel()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raise UsageError for an address that cannot be had, saying why."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"--host is {host!r}, expected an address of this machine: {error.strerror or error}") from error
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise DustinError(f"cannot listen on {host} port {port}: {error.strerror or error}. Choose another --port") from error
+    made.set_inheritable(True)
+    return made
+
+
+def run(
+    load: Callable[[], Session],
+    names: list[str],
+    options: ServerOptions,
+    defaults: SamplingOptions,
+    announce: Callable[[str, Scheduler], None],
+) -> int:
+    """Serve until a signal. Returns 0 after SIGTERM, 130 after Ctrl-C; raises what loading or the engine failed with.
+
+    `announce` is called with the address once the socket listens, before the model is loaded.
+    """
+    metrics = Metrics()
+    scheduler = Scheduler(load, options, metrics)
+    metrics.watch(scheduler)
+    app = Server(scheduler, metrics, options, defaults, names).app()
+    sock = listen(options.host, options.port)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=int(options.drain_timeout) + _CLOSING,
+    )
+    server = HttpServer(config, scheduler)
+    # Also where the engine's thread ends by itself (a model that cannot be loaded).
+    scheduler.on_stop = lambda: setattr(server, "should_exit", True)
+    host, port = sock.getsockname()[:2]
+    announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", scheduler)
+    scheduler.start()
+    try:
+        server.run(sockets=[sock])
+    finally:
+        scheduler.abandon()
+        if scheduler.state != "loading":
+            scheduler.join(_CLOSING)
+        sock.close()
+    if scheduler.error is not None:
+        raise scheduler.error
+    return 130 if server.signal == signal.SIGINT else 0
+
+
+def started(scheduler: Scheduler, say: Callable[[str], None], address: str) -> None:
+    """Say once that requests are taken, from a thread of its own."""
+
+    def wait() -> None:
+        while scheduler.state == "loading":
+            threading.Event().wait(0.05)
+        if scheduler.state == "ready" and scheduler.session is not None:
+            say(f"{scheduler.session.target.spec.name} at {address}, {scheduler.options.slots} slots of {scheduler.context} tokens")
+
+    threading.Thread(target=wait, daemon=True).start()
