@@ -20,6 +20,7 @@ import click
 
 from bench import rows
 from bench.mlx_attention import Operations, Problem, array_operations, describe_device, kernel_operations, measure, show
+from dustin.errors import DustinError
 
 METAL = "Metal kernels and the array path against stock MLX on the GPU of this Mac"
 ARRAYS = "array path only, reduced shapes, no Metal: a check of this script, not a measurement of Apple hardware"
@@ -92,6 +93,20 @@ def measured(
             yield row
 
 
+def generated(model: str, prompt_tokens: int, max_tokens: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Generation rows of a model; what went wrong is a row too, so that the attention rows are not lost."""
+    from bench.mlx_generation import generation
+
+    found: list[dict[str, Any]] = []
+    try:
+        for row in generation(model, prompt_tokens, max_tokens, say):
+            found.append(row)
+    except (DustinError, ImportError, ValueError, RuntimeError, OSError) as error:
+        say(f"{model}: {error}")
+        found.append({"model": model, "error": str(error)[:300]})
+    return found
+
+
 def metal_here() -> bool:
     """Whether MLX can run Metal kernels; ClickException where MLX itself is missing."""
     try:
@@ -130,9 +145,7 @@ def main(array_path: bool, models: tuple[str, ...], repeats: int, only: str, out
     found = list(measured(chosen, paths, repeats, limit, say))
     line: dict[str, Any] = {"bench": "apple", "what": ARRAYS if array_path else METAL} | facts | {"cases": found}
     if models:
-        from bench.mlx_generation import generation
-
-        line["generation"] = [row for model in models for row in generation(model, opts["prompt_tokens"], opts["max_tokens"], say)]
+        line["generation"] = [row for model in models for row in generated(model, opts["prompt_tokens"], opts["max_tokens"], say)]
     line |= {"command": rows.command(), "commit": rows.commit()}
     click.echo(json.dumps(line))
     if output:

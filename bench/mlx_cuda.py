@@ -7,6 +7,7 @@ Metal kernels or Apple hardware, and on such a GPU the torch backend with its Tr
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import click
 
 from bench import rows
 from bench.mlx_attention import Problem, array_operations, describe_device, measure, show
+from bench.mlx_round import measure_round
+from dustin.errors import MemoryLimitError
 
 WHAT = "MLX array path (take and mx.fast attention) on CUDA; no Metal kernel runs here"
 
@@ -59,15 +62,38 @@ def main(cpu_check: bool, repeats: int, output: Path) -> None:
         raise click.ClickException('this MLX has no CUDA device, expected one: pip install "mlx[cuda13]" on a machine with a GPU')
     done: list[dict[str, Any]] = []
     common = {"bench": "mlx_cuda", "what": WHAT, "card": "none (--cpu-check)" if cpu_check else card()} | describe_device()
-    for problem in table(cpu_check):
+
+    def keep(kind: str, label: str, run: Callable[[], dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
         try:
-            row = measure(problem, array_operations(), repeats)
-        except (ValueError, RuntimeError) as error:
-            click.echo(f"{problem.name} B {problem.batch} T {problem.rows}: {error}", err=True)
-            continue
-        done.append(common | row | {"command": rows.command(), "commit": rows.commit()})
+            row = run()
+        except (ValueError, RuntimeError, MemoryLimitError) as error:
+            click.echo(f"{label}: {error}", err=True)
+            return
+        done.append(common | {"kind": kind} | row | {"command": rows.command(), "commit": rows.commit()})
         rows.write(output, done)
-        click.echo(show(row))
+        click.echo(text(row))
         mx.clear_cache()
+
+    for number, problem in enumerate(table(cpu_check)):
+        label = f"{problem.name} B {problem.batch} T {problem.rows}"
+        keep("attention", label, lambda problem=problem: measure(problem, array_operations(), repeats), show)
+        if number == 0:
+            # The whole model second: it matters more than further shapes.
+            keep("model round", "model round", lambda: measure_round(**whole(cpu_check), repeats=repeats), show_round)
     if not done:
         raise click.ClickException("no case could be measured")
+
+
+def whole(quick: bool) -> dict[str, Any]:
+    """The model round."""
+    if quick:
+        return {"name": "tiny", "context": 600, "batch": 2, "rows": 6, "budgets": (64,), "dtype": "float32"}
+    return {"name": "Qwen2.5-7B", "context": 32768, "batch": 4, "rows": 6, "budgets": (512, 1024), "dtype": "bfloat16"}
+
+
+def show_round(row: dict[str, Any]) -> str:
+    """A model round as a line for people."""
+    times = "  ".join(f"{name} {ms:.2f}" for name, ms in row["ms_per_round"].items())
+    ratios = ", ".join(f"k={k} {ratio:.2f}x" for k, ratio in row["ratio"].items())
+    head = f"{row['model']} ctx {row['context']} B {row['batch']} T {row['query_rows']}"
+    return f"{head}: ms a round: {times}; sparse over dense: {ratios}"
