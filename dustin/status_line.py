@@ -16,7 +16,7 @@ _SMALLEST_HEIGHT = 4
 
 def status_text(stats: Any, tokens: int, room: int) -> str:
     """What one line tells of a run: speed, acceptance, share of KV read, how full the context is."""
-    parts = [f"{stats.generation_tps:.1f} tok/s"]
+    parts = [f"{stats.generation_tps:.1f} tok/s"] if stats.decode_seconds else []
     if stats.drafted:
         parts.append(f"accepted {100 * stats.acceptance_rate:.0f} %")
     if stats.kv_bytes_dense:
