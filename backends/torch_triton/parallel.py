@@ -24,6 +24,9 @@ from dustin.backends.torch_triton.weights import Weights, build
 from dustin.errors import DustinError, MemoryLimitError, ModelError
 from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
 
+# Of each weight file this much is compared between ranks.
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
 Make = Callable[[ModelConfig, Weights, str, Ranks], Any]
 Problem = tuple[type[DustinError], str] | None
 
@@ -210,7 +213,7 @@ def load_shard(ranks: Ranks, make: Make, source: Path, dtype: str) -> tuple[Any,
         config, fetch, name = loading.open_source(source)
         shard = Shard(ranks.rank, ranks.size)
         weights = build(config, fetch, loading.choose_dtype(dtype, ranks.device), ranks.device, shard)
-        return make(shard.config(config), weights, name, ranks), config, name, _identity(config, weights)
+        return make(shard.config(config), weights, name, ranks), config, name, _identity(config, source)
 
     found, problem = attempt(read)
     raise_first(ranks.agree(problem))
@@ -235,11 +238,16 @@ def load_shard(ranks: Ranks, make: Make, source: Path, dtype: str) -> tuple[Any,
     return local, spec
 
 
-def _identity(config: ModelConfig, weights: Weights) -> str:
-    """sha256 of the configuration and the norms, which every rank holds whole."""
+def _identity(config: ModelConfig, source: Path) -> str:
+    """sha256 of the configuration, and of every weight file's size and some of its bytes."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True, default=str).encode())
-    for norm in [weights.norm, *(x for layer in weights.layers for x in (layer.input_norm, layer.mlp_norm))]:
-        digest.update(norm.float().cpu().numpy().tobytes())
+    for path in sorted(source.glob("*.safetensors")) if source.is_dir() else [source]:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(i * size // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -55,7 +55,9 @@ class Ranks:
             # A group of its own prefix, because the keys below are ours.
             store = dist.PrefixStore("group", self._store)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self._limit)
-            self._orders = dist.new_group(backend="gloo", timeout=_IDLE)
+            # A limit is each rank's own: rank 0 must be heard at once, the others may wait for its next order for ever.
+            self._orders = dist.new_group(backend="gloo", timeout=_IDLE if self.rank else self._limit)
+            self._slow = dist.new_group(backend="gloo", timeout=_IDLE)
             self._data = dist.group.WORLD
             dist.barrier()
         except (RuntimeError, ValueError) as error:
@@ -138,9 +140,9 @@ class Ranks:
         return what, values, tensors
 
     def agree(self, mine: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Every rank's value, on every rank. May wait for long: reading weights takes minutes."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, mine, group=self._orders)
+        dist.all_gather_object(values, mine, group=self._slow)
         return values
 
     # The end.
@@ -205,7 +207,8 @@ class _Watch:
         self._store = store
         self._rank, self._size = rank, size
         self._stopped = threading.Event()
-        self._beats: dict[int, tuple[bytes, float]] = {}
+        began = time.monotonic()
+        self._beats = {other: (b"", began) for other in range(size) if other != rank}
         host = socket.gethostname()
         with suppress(RuntimeError):
             store.set(f"process/{rank}", f"{host} {os.getpid()}")
@@ -240,10 +243,10 @@ class _Watch:
     def _beat(self, count: int) -> None:
         with suppress(RuntimeError):
             self._store.set(f"beat/{self._rank}", str(count))
-            for rank in set(range(self._size)) - {self._rank}:
+            for rank in self._beats:
                 if self._store.check([f"beat/{rank}"]):
                     beat = self._store.get(f"beat/{rank}")
-                    if self._beats.get(rank, (b"", 0.0))[0] != beat:
+                    if self._beats[rank][0] != beat:
                         self._beats[rank] = (beat, time.monotonic())
 
     def stop(self) -> None:

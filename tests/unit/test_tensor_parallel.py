@@ -81,7 +81,7 @@ def alone(models: tuple[Path, Path]) -> dict:
     return json.loads(end[1])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_give_the_tokens_of_one(
     ranks: list[subprocess.Popen[str]], models: tuple[Path, Path], alone: dict, size: int
 ) -> None:
@@ -90,6 +90,7 @@ def test_ranks_give_the_tokens_of_one(
     assert drive(ranks, size, models, *ALL) == alone
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_wrongly_cannot_make_the_ranks_diverge(
     ranks: list[subprocess.Popen[str]], models: tuple[Path, Path], alone: dict
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_rank_that_computes_wrongly_cannot_make_the_ranks_diverge(
     assert [len(tokens) for tokens in found["sparse"]] == [24, 24]
 
 
+@pytest.mark.slow
 def test_another_model_on_one_rank_is_named(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path], tmp_path: Path) -> None:
     """The folder has the same path on each host but another model in it."""
     for rank, seed in enumerate((3, 8)):
@@ -145,6 +147,7 @@ def test_a_failing_rank_is_named_with_its_reason(ranks: list[subprocess.Popen[st
         assert "rank 1 failed: ValueError: the device fell over" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_silent_rank_runs_into_the_time_limit(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
     """A stopped process keeps its connections: the collective's time limit ends the run."""
     command = ["-m", "dustin", "generate", "-m", str(models[0]), "--device", "cpu", "--dtype", "float32", "-p", "x", "--mode", "ar"]
@@ -189,6 +192,7 @@ def test_what_ranks_cannot_do_is_refused(models: tuple[Path, Path], extra: list[
     assert text in ended.stderr and ended.stderr.count("error:") == 1, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_ranks_is_refused(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
     """torchrun's ranks and the option disagree."""
     ranks += start(2, ["-m", "dustin", "generate", "-m", str(models[0]), "-p", "x", "--tensor-parallel", "4"])
