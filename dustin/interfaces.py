@@ -384,7 +384,7 @@ class RowComparison:
     logprob: Any
 
 
-class Measures(Protocol):
+class Measures(Backend, Protocol):
     """What calibration and the fidelity benches ask of a backend beyond `Backend`: study, never a round's work. These wait."""
 
     def compare_logits(self, reference: Array, logits: Array, tokens: Array) -> RowComparison:
@@ -393,6 +393,10 @@ class Measures(Protocol):
 
     def set_mass(self, token_set: TokenSet, scores: Array) -> Any:
         """[B] host floats: the sum of a row's scores [B, Nmax] over its set (-inf counts as 0)."""
+        ...
+
+    def set_sizes(self, token_set: TokenSet) -> Sequence[int]:
+        """[B] host ints: the set's counts."""
         ...
 
     def narrow_queries(self, queries: Mapping[int, Array], have: Tap, want: Tap) -> Mapping[int, Array]:

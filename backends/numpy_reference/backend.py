@@ -128,6 +128,10 @@ class NumpyBackend:
         """See Measures.set_mass."""
         return set_ops.set_mass(token_set, scores)
 
+    def set_sizes(self, token_set: TokenSet) -> list[int]:
+        """See Measures.set_sizes."""
+        return [int(count) for count in token_set.counts]
+
     def narrow_queries(self, queries: Mapping[int, Floats], have: Tap, want: Tap) -> Mapping[int, Floats]:
         """See Measures.narrow_queries."""
         return {layer: queries[layer][:, :, places] for layer, places in have.places(want).items()}

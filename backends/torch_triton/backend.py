@@ -156,6 +156,10 @@ class TorchBackend:
         """See Measures.set_mass."""
         return set_ops.set_mass(token_set, scores)
 
+    def set_sizes(self, token_set: TokenSet) -> list[int]:
+        """See Measures.set_sizes."""
+        return token_set.counts.tolist()
+
     @torch.inference_mode()
     def narrow_queries(self, queries: Mapping[int, torch.Tensor], have: Tap, want: Tap) -> Mapping[int, torch.Tensor]:
         """See Measures.narrow_queries."""

@@ -1,0 +1,331 @@
+"""Calibration of a pair: scoring heads, m and dense layers by KL at equal bytes on recorded traces (METHOD 3.1 and 3.2).
+
+No data set is needed: documents are the Python language reference that comes with every CPython, needles are made of the
+tokenizer's own vocabulary, and what is continued are the target's own dense greedy answers. Attention recovery is reported
+beside KL and is not the objective: on a real pair the selection with the higher recovery had the higher KL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dustin.config import EngineOptions
+from dustin.errors import UsageError
+from dustin.interfaces import Measures, Model, Tap
+from dustin.profile_file import Profile
+from dustin.reading import continue_greedily, read_prompts
+from dustin.replay import Measured, Reading, Replay
+from dustin.retrieval_heads import best_heads, chat_frame, find_retrieval_heads, needle_prompts
+from dustin.scoring import ReadBytes, Scoring, all_heads, full_layers, heuristic
+from dustin.selectors.quota import QuotaSelector
+from dustin.text import Tokenizer
+
+TASKS = (
+    "Summarise the rules stated in the text above, in order, with the name of each construct.",
+    "Explain the text above to a beginner. Quote the sentences that matter most.",
+    "Write ten questions that the text above answers, each with its answer.",
+    "List every function, class and exception that the text above names, and say what each is for.",
+)
+# A change is kept when it lowers the KL by this share: less is noise.
+WORTHWHILE = 0.02
+# Budgets at equal bytes go in these steps, so that a backend that keeps a graph a shape finds it again.
+STEP = 64
+MAX_DENSE_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """`context` and `tokens` are tokens a document, `budget` the one whose bytes (with the heuristic's scoring) all candidates
+    may read; `seconds` bounds the search."""
+
+    context: int = 16384
+    documents: int = 8
+    tokens: int = 128
+    budget: int = 1024
+    num_draft_tokens: int = 5
+    seconds: float = 240.0
+    seed: int = 0
+    prefill_chunk: int = 512
+
+
+@dataclass
+class Trial:
+    """One scoring on the traces, at equal bytes."""
+
+    scoring: Scoring
+    budget: int
+    numbers: dict[str, float]
+
+    @property
+    def kl(self) -> float:
+        """Mean KL of the dense distribution from the sparse one, in nats a token."""
+        return self.numbers["kl"]
+
+
+@dataclass
+class Calibrator:
+    """Measures scorings on one set of traces. `say` takes a line of progress."""
+
+    replay: Replay
+    target: Model
+    draft: Model | None
+    options: CalibrationOptions
+    say: Callable[[str], None]
+    context: int = 0
+    allowed: int = 0
+    deadline: float = 0.0
+    trials: list[Trial] = field(default_factory=list)
+    _seen: dict[Any, Trial] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.context = sum(self.replay.start) // len(self.replay.start)
+        base = heuristic(self.target.spec, self.draft.spec if self.draft else None)
+        self.allowed = self._scoring_bytes(base) + ReadBytes(self.target.spec).tokens(self.options.budget)
+
+    def budget_of(self, scoring: Scoring) -> int:
+        """The budget whose bytes, with this scoring's own, are what all candidates may read; 0 where that is too little."""
+        spec = self.target.spec
+        left = self.allowed - self._scoring_bytes(scoring)
+        left -= ReadBytes(spec).layers(len(scoring.dense_layers), self.context)
+        a_token = spec.bytes_per_kv_token * (spec.num_layers - len(scoring.dense_layers)) / spec.num_layers
+        budget = int(left / a_token) // STEP * STEP
+        return min(max(budget, 0), self.context // STEP * STEP)
+
+    def _scoring_bytes(self, scoring: Scoring) -> int:
+        pool = min(scoring.pool, self.context)
+        tokens = round((self.context + (scoring.refresh - 1) * pool) / scoring.refresh)
+        read = ReadBytes(self.target.spec).scoring(scoring.target, tokens)
+        return read + (ReadBytes(self.draft.spec).scoring(scoring.draft, tokens) if self.draft else 0)
+
+    def measure(self, scoring: Scoring, budget: int) -> Measured:
+        """The traces through this scoring's sets."""
+        options = EngineOptions(budget=budget, num_draft_tokens=self.options.num_draft_tokens)
+        return self.replay.run(QuotaSelector("dustin", options, scoring), scoring.draft)
+
+    def trial(self, scoring: Scoring) -> Trial | None:
+        """KL at equal bytes; None where scoring leaves too few tokens to read, or time is up."""
+        key = repr(replace(scoring, source=""))
+        if key in self._seen:
+            return self._seen[key]
+        budget = self.budget_of(scoring)
+        if budget < 2 * STEP or time.perf_counter() > self.deadline:
+            return None
+        made = Trial(scoring, budget, self.measure(scoring, budget).summary())
+        self._seen[key] = made
+        self.trials.append(made)
+        return made
+
+    def best(self, now: Trial, candidates: Sequence[Scoring], what: str, least: float = WORTHWHILE) -> Trial:
+        """`now`, or the best candidate where it is better by `least`."""
+        found = [made for made in (self.trial(scoring) for scoring in candidates) if made is not None]
+        winner = min(found, key=lambda made: made.kl, default=now)
+        if winner.kl > now.kl * (1 - least):
+            winner = now
+        self.say(
+            f"{what}: {len(found)} tried, KL {winner.kl:.4f} at budget {winner.budget} "
+            f"(recovery {winner.numbers['recovery_mean']:.3f}, hard flips {100 * winner.numbers['hard_flips']:.2f} %)"
+        )
+        return winner
+
+    def search(self, target_heads: dict[int, Any], draft_heads: dict[int, Any]) -> tuple[Trial, Trial]:
+        """The heuristic and the best scoring found, coordinate by coordinate, greedily (METHOD 3.2)."""
+        self.deadline = time.perf_counter() + self.options.seconds
+        start = self.trial(heuristic(self.target.spec, self.draft.spec if self.draft else None))
+        if start is None:
+            raise UsageError(f"budget {self.options.budget} leaves nothing to choose at context {self.context}: raise --context")
+        self.say(f"heuristic: KL {start.kl:.4f}, {start.scoring.describe()}")
+        best = self._layers(start, start, "target")
+        if self.draft is not None:
+            best = self._layers(start, best, "draft")
+            shares = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
+            best = self.best(best, [replace(best.scoring, lookahead_share=m) for m in shares], "share of lookahead", 0.005)
+        best = self._heads(best, "target", target_heads)
+        if self.draft is not None:
+            best = self._heads(best, "draft", draft_heads)
+        rows = [replace(best.scoring, history_rows=n) for n in (2, 3, self.options.num_draft_tokens + 1)]
+        best = self.best(best, rows, "history rows")
+        best = self.best(best, [replace(best.scoring, history_decay=d) for d in (0.3, 0.5, 0.7, 0.85)], "history decay")
+        best = self.best(best, [replace(best.scoring, smoothing=width) for width in (3, 5, 7)], "smoothing")
+        pools = [replace(best.scoring, refresh=every, pool=pool) for every in (2, 4, 8) for pool in (2048, 4096)]
+        best = self.best(best, [s for s in pools if s.pool < self.context // 2], "scoring within a pool")
+        if best.scoring.refresh > 1:
+            # Scoring costs less now: more layers may pay.
+            best = self._more_layers(best, "target")
+        best = self._dense_layers(best)
+        return start, best
+
+    def _layers(self, start: Trial, best: Trial, side: str) -> Trial:
+        """Single layers, then a second and a third beside the best ones."""
+        spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
+        layers = [layer for layer in full_layers(spec) if layer >= spec.num_layers // 4]
+        singles = [_with(best.scoring, side, all_heads(spec, [layer])) for layer in layers]
+        best = self.best(best, singles, f"{side} layer", 0.0)
+        ranked = sorted((self._kl_of(scoring), layer) for scoring, layer in zip(singles, layers, strict=True))
+        promising = [layer for _, layer in ranked[:9]]
+        pair = [[a, b] for a in promising[:2] for b in promising if b != a]
+        best = self.best(best, [_with(best.scoring, side, all_heads(spec, sorted(p))) for p in pair], f"two {side} layers")
+        return self._more_layers(best, side, promising)
+
+    def _more_layers(self, best: Trial, side: str, among: Sequence[int] | None = None) -> Trial:
+        spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
+        have = dict(getattr(best.scoring, side).heads)
+        every = tuple(range(spec.num_heads))
+        layers = [layer for layer in (among or full_layers(spec)[spec.num_layers // 4 :]) if layer not in have]
+        wider = [Tap(dict(sorted({**have, layer: every}.items()))) for layer in layers]
+        return self.best(best, [_with(best.scoring, side, tap) for tap in wider], f"one more {side} layer")
+
+    def _heads(self, best: Trial, side: str, ranking: dict[int, Any]) -> Trial:
+        """Layer by layer: one kv head's query heads, or the best retrieval heads."""
+        spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
+        group = spec.num_heads // spec.num_kv_heads
+        for layer in list(getattr(best.scoring, side).heads):
+            choices = [tuple(range(kv * group, (kv + 1) * group)) for kv in range(spec.num_kv_heads)]
+            choices.append(best_heads(ranking, layer))
+            taps = [Tap({**getattr(best.scoring, side).heads, layer: heads}) for heads in choices]
+            best = self.best(best, [_with(best.scoring, side, tap) for tap in taps], f"heads of {side} layer {layer}", 0.01)
+        return best
+
+    def _dense_layers(self, best: Trial) -> Trial:
+        """One to MAX_DENSE_LAYERS layers that read everything, where that is worth its bytes."""
+        for _ in range(MAX_DENSE_LAYERS):
+            have = best.scoring.dense_layers
+            layers = [layer for layer in full_layers(self.target.spec) if layer not in have]
+            wider = [replace(best.scoring, dense_layers=tuple(sorted((*have, layer)))) for layer in layers]
+            found = self.best(best, wider, f"dense layer {len(have) + 1}")
+            if found is best:
+                break
+            best = found
+        return best
+
+    def _kl_of(self, scoring: Scoring) -> float:
+        made = self._seen.get(repr(replace(scoring, source="")))
+        return made.kl if made is not None else float("inf")
+
+
+def _with(scoring: Scoring, side: str, tap: Tap) -> Scoring:
+    """The scoring with other heads on one side."""
+    return replace(scoring, target=tap) if side == "target" else replace(scoring, draft=tap)
+
+
+def documents(tokenizer: Tokenizer, count: int, context: int, tasks: Sequence[str] = TASKS) -> list[list[int]]:
+    """`count` chat prompts of `context` tokens over the Python language reference; passages overlap where it is too short."""
+    ids = reference_text(tokenizer)
+    made = []
+    for i in range(count):
+        opening, closing = chat_frame(tokenizer, tasks[i % len(tasks)])
+        room = context - len(opening) - len(closing)
+        start = i * max(1, len(ids) - room) // max(count, 1)
+        made.append([*opening, *ids[start : start + room], *closing])
+    return made
+
+
+def reference_text(tokenizer: Tokenizer) -> list[int]:
+    """Tokens of the language reference."""
+    from pydoc_data.topics import topics
+
+    return tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False)
+
+
+def calibrate(
+    backend: Measures,
+    target: Model,
+    draft: Model | None,
+    tokenizer: Tokenizer,
+    options: CalibrationOptions,
+    say: Callable[[str], None],
+    name: str = "",
+) -> Profile:
+    """The profile of a pair, measured here. Raise UsageError where the context does not fit the models."""
+    began = time.perf_counter()
+    longest = min([target.spec.context_length, *([draft.spec.context_length] if draft else [])])
+    if options.context + options.tokens + 8 > longest:
+        raise UsageError(f"context is {options.context} tokens and {options.tokens} more, expected at most {longest} in all")
+    rankings, answered = _retrieval(backend, target, draft, tokenizer, options, say)
+    replay = record(backend, target, draft, tokenizer, options, say)
+    ready = time.perf_counter()
+    calibrator = Calibrator(replay, target, draft, options, say)
+    start, best = calibrator.search(rankings[0], rankings[1] if draft else {})
+    replay.close()
+    spent = time.perf_counter() - began
+    say(f"calibrated in {spent:.0f} s: reading {ready - began:.0f} s, {len(calibrator.trials)} scorings tried")
+    label = name or (target.spec.name + (f" + {draft.spec.name}" if draft else ""))
+    heads = {"target": _ranked(rankings[0])} | ({"draft": _ranked(rankings[1])} if draft else {})
+    record_ = {
+        "context": calibrator.context,
+        "documents": options.documents,
+        "tokens": options.tokens,
+        "bytes_per_round": calibrator.allowed,
+        "seconds": round(spent, 1),
+        "scorings_tried": len(calibrator.trials),
+        "needles_answered": answered,
+        "heuristic": {"budget": start.budget, **_rounded(start.numbers)},
+        "chosen": {"budget": best.budget, **_rounded(best.numbers)},
+    }
+    fingerprints = ((target.spec.fingerprint,), (draft.spec.fingerprint,) if draft else ())
+    return Profile(label, *fingerprints, replace(best.scoring, source=f"profile {label}"), heads, record_)
+
+
+def record(
+    backend: Measures,
+    target: Model,
+    draft: Model | None,
+    tokenizer: Tokenizer,
+    options: CalibrationOptions,
+    say: Callable[[str], None],
+) -> Replay:
+    """Dense traces of the target's own greedy answers over the calibration documents."""
+    began = time.perf_counter()
+    rows = documents(tokenizer, options.documents, options.context)
+    capacity = max(len(row) for row in rows) + options.tokens + 8
+    reading = Reading(target, target.new_cache(len(rows), capacity))
+    prompts = read_prompts(backend, target, reading.cache, rows, reading.tap, options.prefill_chunk)
+    texts, valid = continue_greedily(
+        backend, target, reading.cache, prompts.logits, options.tokens, frozenset(tokenizer.eos_ids)
+    )
+    other = None
+    if draft is not None:
+        other = Reading(draft, draft.new_cache(len(rows), capacity))
+        read_prompts(backend, draft, other.cache, rows, other.tap, options.prefill_chunk)
+    replay = Replay(
+        backend, reading, other, texts, options.num_draft_tokens, prompts.last, prompts.rows, [max(n, 8) for n in valid]
+    )
+    say(f"read {len(rows)} documents of {options.context} tokens and their answers in {time.perf_counter() - began:.1f} s")
+    return replay
+
+
+def _retrieval(
+    backend: Measures,
+    target: Model,
+    draft: Model | None,
+    tokenizer: Tokenizer,
+    options: CalibrationOptions,
+    say: Callable[[str], None],
+) -> tuple[list[dict[int, list[tuple[float, int]]]], dict[str, str]]:
+    """Rankings of the target's and the draft's heads, and how many needles each answered."""
+    count = 2 * options.documents
+    longest = min(options.context, 8192)
+    lengths = [max(128, longest * (1 + i % 8) // 8) for i in range(count)]
+    prompts = needle_prompts(tokenizer, reference_text(tokenizer), lengths, [(i + 0.5) / count for i in range(count)], options.seed)
+    rankings, answered = [], {}
+    for kind, model in (("target", target), ("draft", draft)):
+        if model is None:
+            continue
+        ranking, right = find_retrieval_heads(backend, model, prompts, options.prefill_chunk)
+        top = sorted(((mass, layer, head) for layer, row in ranking.items() for mass, head in row), reverse=True)[:8]
+        say(f"{kind} answered {right} of {count} needles; best heads " + ", ".join(f"{layer}.{head}" for _, layer, head in top))
+        rankings.append(ranking)
+        answered[kind] = f"{right} of {count}"
+    return rankings, answered
+
+
+def _ranked(ranking: dict[int, list[tuple[float, int]]]) -> list[list[int]]:
+    """[[layer, head], ...] of the sixteen best."""
+    ordered = sorted(((mass, layer, head) for layer, row in ranking.items() for mass, head in row), reverse=True)
+    return [[layer, head] for _, layer, head in ordered[:16]]
+
+
+def _rounded(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 5) for name, value in numbers.items()}
