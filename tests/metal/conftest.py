@@ -12,7 +12,7 @@ import pytest
 
 from tests.metal.emulator.build import compiler
 
-EMULATOR_ONLY = {"test_bytes.py", "test_emulator.py", "test_faults.py", "test_round.py"}
+EMULATOR_ONLY = {"test_bench.py", "test_bytes.py", "test_emulator.py", "test_faults.py", "test_round.py"}
 
 
 def _reason(file: str) -> str:
