@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dustin.acceptance import SpeculativeAcceptance
+from dustin.async_api import Worker
 from dustin.config import EngineOptions, RequestOptions
 from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
 from dustin.profile_file import scoring_of
+from dustin.responses import GenerationResponse, GenerationResult
 from dustin.scoring import Scoring
 from dustin.selection import create_selector
 from dustin.sequence import Event, Sequence, TextSink
@@ -23,40 +25,6 @@ from dustin.text import TextStream, Tokenizer, check_compatible
 Prompt = str | Seq[int] | Seq[dict[str, str]]
 Progress = Callable[[int, int], None]
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
-
-
-@dataclass(frozen=True)
-class GenerationResponse:
-    """One streamed token (mlx-lm's names). `text` is new text, never taken back; counters are those so far."""
-
-    text: str
-    token: int
-    from_draft: bool
-    prompt_tokens: int
-    prompt_tps: float
-    generation_tokens: int
-    generation_tps: float
-    peak_memory: float
-    finish_reason: str | None
-    logprobs: TokenLogprobs | None
-    stats: Stats
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """vLLM's block: `{"speculative_decoding": {...}}`."""
-        return {"speculative_decoding": self.stats.as_dict()["speculative_decoding"]}
-
-
-@dataclass
-class GenerationResult:
-    """One finished request; `tokens` are the generated ones (an end-of-sequence token included)."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
-    error: str | None = None
 
 
 class Session:
@@ -83,6 +51,7 @@ class Session:
         self._scorings: dict[tuple[str, bool], Scoring] = {}
         # side ("target", "draft") -> tokens whose KV is kept, and the cache that holds them
         self._kept: dict[str, tuple[list[int], KVCache]] = {}
+        self._worker = Worker()
 
     # Calls.
 
@@ -95,7 +64,7 @@ class Session:
 
     def stream_generate(
         self, prompt: Prompt, request: RequestOptions | None = None, progress: Progress | None = None
-    ) -> Iterator[GenerationResponse]:
+    ) -> Generator[GenerationResponse, None, None]:
         """Generate token by token. Closing the iterator ends the request and keeps what was committed."""
         run = self._start([prompt], [request or RequestOptions()])
         try:
@@ -130,6 +99,29 @@ class Session:
             )
             for row in run.rows
         ]
+
+    async def agenerate(
+        self, prompt: Prompt, request: RequestOptions | None = None, progress: Progress | None = None
+    ) -> GenerationResult:
+        """`generate`, awaited: the same result and errors. See `astream_generate`."""
+        result = GenerationResult("", [], "error")
+        async for response in self.astream_generate(prompt, request, progress):
+            result.text += response.text
+            result.tokens.append(response.token)
+            result.finish_reason, result.stats = response.finish_reason or "error", response.stats
+            if response.logprobs is not None:
+                result.logprobs.append(response.logprobs)
+        return result
+
+    def astream_generate(
+        self, prompt: Prompt, request: RequestOptions | None = None, progress: Progress | None = None
+    ) -> AsyncGenerator[GenerationResponse, None]:
+        """`stream_generate`, awaited token by token while the steps (and `progress`) run in a worker thread.
+
+        Calls on one session wait for one another. Cancelling the task, or closing the iterator (`contextlib.aclosing`; a
+        `break` alone leaves that to the event loop), ends the request after the step it is in and keeps what was committed.
+        """
+        return self._worker.stream(lambda: self.stream_generate(prompt, request, progress))
 
     def resolve(self, *requests: RequestOptions) -> EngineOptions:
         """The options with every `auto` of drafter and lag replaced. Raise UsageError for a combination that cannot work."""
@@ -326,7 +318,7 @@ class Run:
     stats: Stats
     backend: Backend
 
-    def events(self, progress: Progress | None) -> Iterator[Event]:
+    def events(self, progress: Progress | None) -> Generator[Event, None, None]:
         """All events in order of commitment."""
         events = self.engine.start(self.rows, self.cache, progress)
         self.stats.peak_memory_bytes = self.backend.peak_memory_bytes()
