@@ -90,7 +90,8 @@ class MlxModel:
         if tap is not None and tap.last_row_only:
             queries = {i: mx.take_along_axis(q, last[:, :, None, None], axis=1) for i, q in state.queries.items()}
         else:
-            queries = state.queries
+            live = (mx.arange(rows)[None] <= last)[:, :, None, None]
+            queries = {i: mx.where(live, q, 0.0) for i, q in state.queries.items()}
         out = None
         if logits != "none":
             out = self._head(hidden if logits == "all" else mx.take_along_axis(hidden, last[:, :, None], axis=1))

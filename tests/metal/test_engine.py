@@ -1,0 +1,90 @@
+"""A whole tiny model generates with the Metal kernels in it, executed by the emulator: the same tokens as by the array path."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dustin.config import EngineOptions, RequestOptions
+from dustin.generation import Session
+from tests.metal.emulator.dropin import Log, installed
+from tests.parity.adapters import CONFIGS, ModelCheck, write_model
+
+if importlib.util.find_spec("mlx_lm") is None:
+    pytest.skip("mlx-lm is missing: pip install mlx-lm", allow_module_level=True)
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2}
+PROMPTS = [[(5 * i + i * i) % 67 for i in range(50)], [(3 * i) % 67 for i in range(21)]]
+OPTIONS = {"budget": 24, "num_sink_tokens": 2, "num_recent_tokens": 6, "num_draft_tokens": 2, "prefill_chunk": 20}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    target = write_model(root / "target", CONFIGS["qwen3"] | HEADS, seed=1)
+    return target, write_model(root / "draft", CONFIGS["llama"] | HEADS | {"num_hidden_layers": 1}, seed=2)
+
+
+def run(folders: tuple[Path, Path], gate: str, mode: str, drafter: str) -> list[list[int]]:
+    from dustin.backends.mlx_metal.backend import MlxBackend
+    from dustin.metal_kernels.gate import Gate
+
+    backend = MlxBackend("cpu", Gate(gate))
+    target, draft = (backend.load(folder, dtype="float32") for folder in folders)
+    options = EngineOptions(mode=mode, drafter=drafter, **OPTIONS)  # type: ignore[arg-type]
+    session = Session(backend, target, None, options, draft if drafter == "draft" else None)
+    return [result.tokens for result in session.batch_generate(PROMPTS, RequestOptions(max_tokens=6))]
+
+
+def launches(log: Log) -> Counter[str]:
+    """How often each kernel ran, without the hash in its name."""
+    return Counter(re.search(r"dustin_(\w+?)_[0-9a-f]{12}", report.name)[1] for report in log.reports)  # type: ignore[index]
+
+
+SELECTION = {"score_heads", "score_mean", "select_tokens"}
+
+
+@pytest.mark.parametrize(("mode", "drafter"), [("sparse", "draft"), ("dense", "self"), ("rectified", "lookup")])
+def test_generation_with_the_kernels(folders: tuple[Path, Path], mode: str, drafter: str) -> None:
+    """Prompts are read in chunks of 20 rows, which no kernel takes; all that follows is kernels."""
+    want = run(folders, "array", mode, drafter)
+    with installed() as log:
+        got = run(folders, "kernel", mode, drafter)
+    assert got == want and all(len(row) == 6 for row in got)
+    assert not log.findings
+    if not log.on_device:
+        counts = launches(log)
+        assert set(counts) == {"append_kv", "sparse_verify", "dense_verify"} | SELECTION
+        # One row fits the budget for a while: it is verified densely beside the sparse one, over the same appended rows.
+        assert counts["sparse_verify"] + counts["dense_verify"] >= counts["append_kv"] > counts["score_heads"] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_with_the_kernels_equals_the_specification(family: str, tmp_path: Path) -> None:
+    """Ragged rows, taps, scores, sets, rollback, copies of rows; unused rows of the cache are NaN, which kernels never read."""
+    import mlx.core as mx
+
+    from dustin.backends.mlx_metal.backend import MlxBackend
+    from dustin.backends.mlx_metal.model import MlxModel
+    from dustin.metal_kernels.gate import Gate
+
+    def poisoned(self: MlxModel, batch: int, capacity: int):
+        cache = fresh(self, batch, capacity)
+        for store in (cache.keys, cache.values):
+            store[:] = [mx.full(rows.shape, float("nan"), rows.dtype) for rows in store]
+        return cache
+
+    def to_numpy(x):
+        return np.array(x.astype(mx.float32))
+
+    fresh = MlxModel.new_cache
+    folder = write_model(tmp_path / family, CONFIGS[family] | HEADS)
+    with installed(order="shuffled") as log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MlxModel, "new_cache", poisoned)
+        ModelCheck(MlxBackend("cpu", Gate("kernel")), to_numpy, folder, "float32", 1e-5).run()
+    assert not log.findings
