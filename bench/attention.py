@@ -162,13 +162,10 @@ def tune(run: Round, kind: str) -> AttentionConfig:
 
 
 SCORE_CANDIDATES = [
-    (keep, ScoreConfig(block_n, block_n, tiles, chunk, stages, warps, hold))
-    for block_n, tiles, chunk, stages, warps, hold in (
-        (64, 4, 1024, 5, 2, False), (64, 4, 512, 3, 1, False), (64, 4, 1024, 4, 2, True), (64, 8, 512, 4, 1, True),
-        (64, 8, 2048, 5, 2, True), (32, 8, 1024, 5, 1, True), (128, 4, 2048, 3, 4, True),
-    )
+    (keep, ScoreConfig(block_n, chunk, stages))
+    for block_n, chunk, stages in ((64, 512, 3), (64, 1024, 3), (64, 1024, 4), (128, 512, 2), (128, 1024, 3), (128, 2048, 3))
     for keep in (True, False)
-]  # fmt: skip
+]
 
 
 def tune_scoring(run: Round) -> str:
@@ -181,14 +178,11 @@ def tune_scoring(run: Round) -> str:
         timed = []
         for keep, config in SCORE_CANDIDATES:
             setter(keep, config)
-            timed.append((time_us([lambda launch=launch, i=i: launch(i) for i in range(3)], 5) / 3, keep, config))
+            timed.append((time_us([launch] * 2, 5) / 2, keep, config))
         elapsed, keep, config = min(timed, key=lambda entry: entry[0])
         setter(keep, config)
         logits = "kept" if keep else "recomputed"
-        pages = "held" if config.hold else "fetched"
-        sizes = f"{config.block_n}/{config.mass_n}x{config.mass_tiles}/{config.chunk}"
-        launch_with = f"{config.num_stages} stages, {config.num_warps} warps, {pages} pages"
-        said.append(f"{name} {elapsed:.1f} us ({logits}, {sizes}, {launch_with})")
+        said.append(f"{name} {elapsed:.1f} us ({logits}, {config.block_n}/{config.chunk}, {config.num_stages} stages)")
     return ", ".join(said)
 
 

@@ -15,7 +15,7 @@ from dustin.triton_kernels import dense_verify as dense
 from dustin.triton_kernels import sparse_verify as sparse
 from dustin.triton_kernels.attention_core import AttentionConfig, AttentionWorkspace
 from dustin.triton_kernels.runtime import INTERPRETED
-from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_heads, workspace_for
+from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_layers, workspace_for
 from dustin.triton_kernels.select_tokens import SelectWorkspace, select_tokens
 from dustin.triton_kernels.translate_slots import translate_slots
 
@@ -194,25 +194,25 @@ class Round:
 
     def set_target_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
         shape = (self.case.batch, 1, self.target_groups, self.length, self.shape.dim, DTYPE)
-        scratch = workspace_for(*shape, keep, config)
+        scratch = workspace_for(*shape, keep, config, self.case.target_layers)
         self.target_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
 
     def set_draft_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
         shape = (self.case.batch, TOKENS - 1, self.draft_groups, self.length, DRAFT.dim, DTYPE)
-        scratch = workspace_for(*shape, keep, config)
+        scratch = workspace_for(*shape, keep, config, 3)
         self.draft_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
 
-    def score_target(self, layer: int) -> None:
-        score_heads(
-            self.history, self.pools(layer)[0], self.tables[0], self.lengths, self.target_groups,
-            self.target_scores, num_rows=self.target_rows, weight=1 / self.case.target_layers, add=layer > 0, **self.target_scoring,
+    def score_target(self) -> None:
+        layers = self.case.target_layers
+        score_layers(
+            [self.history] * layers, [self.pools(layer)[0] for layer in range(layers)], self.tables[0], self.lengths,
+            [self.target_groups] * layers, self.target_scores, num_rows=self.target_rows, weight=1 / layers, **self.target_scoring,
         )  # fmt: skip
 
-    def score_draft(self, layer: int) -> None:
-        score_heads(
-            self.lookahead, self.memory.draft_pool(layer), self.draft_table, self.lengths, self.draft_groups,
-            self.draft_scores, num_rows=self.draft_rows, weight=1 / 3,
-            add=layer > 0, **self.draft_scoring,
+    def score_draft(self) -> None:
+        score_layers(
+            [self.lookahead] * 3, [self.memory.draft_pool(layer) for layer in range(3)], self.draft_table, self.lengths,
+            [self.draft_groups] * 3, self.draft_scores, num_rows=self.draft_rows, weight=1 / 3, **self.draft_scoring,
         )  # fmt: skip
 
     def choose(self) -> None:
@@ -230,8 +230,7 @@ class Round:
 
     def scoring(self) -> list[Launch]:
         """Target and draft scores, two branches of the graph."""
-        target = [lambda i=i: self.score_target(i) for i in range(self.case.target_layers)]
-        return [together([lambda i=i: self.score_draft(i) for i in range(3)], target, self.side)]
+        return [together([self.score_draft], [self.score_target], self.side)]
 
     def selection(self) -> list[Launch]:
         return [*self.scoring(), self.choose, self.translate]

@@ -11,6 +11,9 @@ import triton
 
 from .runtime import INTERPRETED, power_of_two
 
+# Layers that one launch scores.
+MAX_LAYERS = 4
+
 
 @dataclass(frozen=True)
 class HeadGroups:
@@ -43,17 +46,29 @@ def group_heads(query_heads: Sequence[int], num_heads: int, num_kv_heads: int, d
     return _group(tuple(head // share for head in query_heads), str(device))
 
 
+_joined: dict[tuple[int, ...], tuple[tuple[HeadGroups, ...], HeadGroups]] = {}
+
+
+def group_layers(groups: tuple[HeadGroups, ...]) -> HeadGroups:
+    """HeadGroups of several layers, layer after layer. Kept by identity, so that a captured graph finds them made."""
+    if len(groups) == 1:
+        return groups[0]
+    key = tuple(map(id, groups))
+    if key not in _joined:
+        made = HeadGroups(torch.cat([g.kv_heads for g in groups]), torch.cat([g.heads for g in groups]), groups[0].num_heads)
+        # The parts are kept too: an id is theirs only while they live.
+        _joined[key] = groups, made
+    return _joined[key][1]
+
+
 @dataclass(frozen=True)
 class ScoreConfig:
-    """Launch sizes: keys a tile of pass 1 and of pass 2, tiles a program of pass 2, keys a chunk at least, stages, warps."""
+    """Launch sizes: keys a tile, keys a chunk (a program of pass 1) at least, pipeline stages, warps."""
 
-    block_n: int = 64
-    mass_n: int = 64
-    mass_tiles: int = 4
+    block_n: int = 128
     chunk: int = 1024
-    num_stages: int = 5
-    num_warps: int = 2
-    hold: bool = False  # keep a program's page numbers in registers, so that the pipeline carries K alone
+    num_stages: int = 3
+    num_warps: int = 4
 
 
 class ScoreWorkspace:
@@ -97,8 +112,10 @@ def score_shape(
     dtype: torch.dtype,
     keep: bool | None,
     config: ScoreConfig | None = None,
+    layers: int = 1,
 ) -> ScoreShape:
     kv_groups, per_group = groups.heads.shape
+    # Queries are the columns of a product: at least 16, and 128 are as many as registers hold.
     block_m = power_of_two(rows * per_group, 16)
     if block_m > 128:
         raise ValueError(f"q: expected rows * heads per kv head <= 128, got {rows} * {per_group}")
@@ -106,16 +123,19 @@ def score_shape(
         # Keeping costs a write and a read of a weight for each row; reading K again costs its row.
         keep = 2 * min(dtype.itemsize, 4) * rows * per_group <= dim * dtype.itemsize
     if config is None:
-        wide = dtype == torch.float32 or block_m * dim > 8192
-        width = 32 if wide or block_m > 32 else 64
-        config = ScoreConfig(32, 32, 2, 64, hold=True) if INTERPRETED else ScoreConfig(width, width)
+        if INTERPRETED:
+            config = ScoreConfig(32, 64, 2)
+        elif dtype == torch.float32:
+            config = ScoreConfig(32, 1024, 2)
+        else:
+            config = ScoreConfig(64 if block_m > 32 or dim > 128 else 128)
     # Statistics of all chunks of a lane are combined in one tile: at most 64 of them.
     chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
     num_chunks = triton.cdiv(nmax, chunk)
-    lanes = batch * kv_groups * block_m
-    if keep and config.mass_n != config.block_n:
-        raise ValueError(f"config: expected mass_n = block_n when weights are kept, got {config.mass_n}, {config.block_n}")
-    weights, tops = (lanes * nmax, lanes * triton.cdiv(nmax, config.block_n)) if keep else (0, 0)
+    slabs = batch * layers * kv_groups
+    lanes = slabs * block_m
+    tiles = triton.cdiv(nmax, config.block_n)
+    weights, tops = (slabs * tiles * config.block_n * rows * per_group, lanes * tiles) if keep else (0, 0)
     return ScoreShape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep)
 
 
@@ -128,7 +148,8 @@ def workspace_for(
     dtype: torch.dtype,
     keep_weights: bool | None = None,
     config: ScoreConfig | None = None,
+    layers: int = 1,
 ) -> ScoreWorkspace:
-    """Scratch that fits score_heads for these shapes (nmax = columns of `scores`)."""
-    shape = score_shape(batch, rows, groups, nmax, dim, dtype, keep_weights, config)
+    """Scratch that fits score_layers for `layers` layers of these shapes (nmax = columns of `scores`)."""
+    shape = score_shape(batch, rows, groups, nmax, dim, dtype, keep_weights, config, layers)
     return shape.workspace(dtype, groups.heads.device)

@@ -13,8 +13,8 @@ from tests.kernels.reference import check_parity, choose, head_scores, paged_cas
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("softcap,hold", [(0.0, False), (3.0, True), (0.0, True)])
-def test_scores(device: str, keep: bool, softcap: float, hold: bool) -> None:
+@pytest.mark.parametrize("softcap,wide", [(0.0, False), (3.0, True), (0.0, True)])
+def test_scores(device: str, keep: bool, softcap: float, wide: bool) -> None:
     small = device == "cpu"
     heads = (6, 2, 16) if small else (28, 4, 128)
     lengths = [150, 20, 7] if small else [5000, 1024, 33]
@@ -26,7 +26,7 @@ def test_scores(device: str, keep: bool, softcap: float, hold: bool) -> None:
         queries = torch.randn(3, max(num_rows), len(query_heads), heads[2], device=device).to(dtype)
         groups = group_heads(query_heads, heads[0], heads[1], device)
         # Tiles wider than a page, and pages wider than a tile.
-        config = ScoreConfig(16, 16, 2, 64, 3, 2, hold) if small or softcap else ScoreConfig(64, 64, 4, 512, 4, 2, hold)
+        config = ScoreConfig(64 if wide else 16, 64 if small else 512, 3)
         workspace = workspace_for(3, max(num_rows), groups, columns, heads[2], dtype, keep, config)
         rows = torch.tensor(num_rows, dtype=torch.int32, device=device)
         want = head_scores(case, queries, [h // group for h in query_heads], num_rows, columns, softcap)
