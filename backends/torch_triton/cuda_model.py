@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dustin.backends.torch_triton import rope
 from dustin.backends.torch_triton.cache import check_forward
@@ -20,6 +22,9 @@ from dustin.interfaces import ForwardResult, Tap, TokenSet
 
 # Calls with more rows a sequence (prefill chunks) run eager: launches do not limit them, and their shapes vary.
 MAX_GRAPH_ROWS = 64
+# Row counts above the first are rounded up to the second where a graph may serve them: the dense checks of mode exact have
+# any number of rows up to the block's, and a graph for each would take longer to make than to use.
+EXACT_ROWS, ROW_MULTIPLE = 8, 4
 # Widths of a token set are rounded up to this, so that a set that grows a little finds its graph again.
 SET_MULTIPLE = 64
 
@@ -88,10 +93,17 @@ class CudaModel:
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, logits)
         if not any(counts):
             return self._nothing(batch, rows, heads, tap, logits)
-        call = _Call(self._engine(cache.pool), cache, rows, token_set, heads, bool(tap and tap.last_row_only), logits)
-        out, queries = call.run(tokens, cache.lengths, counts, self.use_graphs and rows <= MAX_GRAPH_ROWS)
+        graph = self.use_graphs and rows <= MAX_GRAPH_ROWS
+        if EXACT_ROWS < rows <= MAX_GRAPH_ROWS:
+            tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
+        last_row_only = bool(tap and tap.last_row_only)
+        call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits)
+        out, queries = call.run(tokens, cache.lengths, counts, graph)
         self.capture_seconds = sum(engine.capture_seconds for engine in self._engines)
         cache.advance(counts)
+        if tokens.shape[1] > rows:
+            out = out[:, :rows] if out is not None and logits == "all" else out
+            queries = queries if last_row_only else {layer: q[:, :rows] for layer, q in queries.items()}
         return ForwardResult(out, queries)
 
     def _nothing(self, batch: int, rows: int, heads: Mapping[int, tuple[int, ...]], tap: Tap | None, logits: str) -> ForwardResult:
@@ -117,12 +129,23 @@ _Sets = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
+class _Static:
+    """The static inputs of one shape of call. `control` [2, B] holds lengths and num_tokens."""
+
+    control: torch.Tensor
+    inputs: Inputs
+    sets: _Sets
+    # The cache whose page table was copied last: a table stays as it is for the life of its cache.
+    table_of: weakref.ref[PagedCache] | None = None
+
+
+@dataclass
 class _Engine:
     """One pool, its launches and the graphs that hold its addresses."""
 
     pool: PagePool
     forward: DeviceForward
-    graphs: dict[tuple[Any, ...], tuple[Inputs, _Sets, Captured]] = field(default_factory=dict)
+    graphs: dict[tuple[Any, ...], tuple[_Static, Captured]] = field(default_factory=dict)
     capture_seconds: float = 0.0
     memory: Any = None
 
@@ -134,13 +157,12 @@ class _Call:
         self,
         engine: _Engine,
         cache: PagedCache,
-        rows: int,
         token_set: TokenSet | None,
         heads: dict[int, tuple[int, ...]],
         last_row_only: bool,
         logits: str,
     ) -> None:
-        self._engine, self._cache, self._rows = engine, cache, rows
+        self._engine, self._cache = engine, cache
         self._heads, self._last_row_only, self._logits = heads, last_row_only, logits
         self._dense = frozenset(token_set.dense_layers) if token_set is not None else frozenset()
         self._sets = _sets_of(token_set)
@@ -156,21 +178,21 @@ class _Call:
         shape = (*tokens.shape, self._cache.page_table.shape[1], widths, self._dense)
         key = (*shape, tuple(sorted(self._heads.items())), self._last_row_only, self._logits, graph)
         if key not in self._engine.graphs:
-            inputs, sets = self._static(tokens.shape, dict(widths))
-            self._fill(inputs, sets, tokens, lengths, counts)
-            captured = Captured(lambda: self._launch(inputs, sets), tokens.device, self._engine.memory, graph)
+            static = self._static(tokens.shape, dict(widths))
+            self._fill(static, tokens, lengths, counts)
+            captured = Captured(lambda: self._launch(static.inputs, static.sets), tokens.device, self._engine.memory, graph)
             self._engine.memory = self._engine.memory or captured.pool
             self._engine.capture_seconds += captured.seconds
-            self._engine.graphs[key] = (inputs, sets, captured)
-        inputs, sets, captured = self._engine.graphs[key]
-        self._fill(inputs, sets, tokens, lengths, counts)
+            self._engine.graphs[key] = static, captured
+        static, captured = self._engine.graphs[key]
+        self._fill(static, tokens, lengths, counts)
         out, queries = captured()
         if not graph:
             return out, queries
         # The next replay overwrites what the graph returned, and callers keep queries over several calls.
         return None if out is None else out.clone(), {layer: q.clone() for layer, q in queries.items()}
 
-    def _static(self, shape: Sequence[int], widths: dict[int, int]) -> tuple[Inputs, _Sets]:
+    def _static(self, shape: Sequence[int], widths: dict[int, int]) -> _Static:
         batch, device = shape[0], self._cache.page_table.device
         control = torch.zeros(2, batch, dtype=torch.int32, device=device)
         tokens = torch.zeros(tuple(shape), dtype=torch.long, device=device)
@@ -182,21 +204,15 @@ class _Call:
             )
             for layer, width in widths.items()
         }
-        return Inputs(tokens, control[0], control[1], table), sets
+        return _Static(control, Inputs(tokens, control[0], control[1], table), sets)
 
-    def _fill(
-        self,
-        inputs: Inputs,
-        sets: _Sets,
-        tokens: torch.Tensor,
-        lengths: Sequence[int],
-        counts: Sequence[int],
-    ) -> None:
-        inputs.tokens.copy_(tokens)
-        inputs.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
-        inputs.num_tokens.copy_(torch.tensor(counts, dtype=torch.int32), non_blocking=True)
-        inputs.page_table.copy_(self._cache.page_table)
-        for layer, (indices, sizes) in sets.items():
+    def _fill(self, static: _Static, tokens: torch.Tensor, lengths: Sequence[int], counts: Sequence[int]) -> None:
+        static.inputs.tokens.copy_(tokens)
+        static.control.copy_(torch.tensor([list(lengths), list(counts)], dtype=torch.int32), non_blocking=True)
+        if static.table_of is None or static.table_of() is not self._cache:
+            static.inputs.page_table.copy_(self._cache.page_table)
+            static.table_of = weakref.ref(self._cache)
+        for layer, (indices, sizes) in static.sets.items():
             part = self._sets[layer]
             indices[:, : part.indices.shape[1]].copy_(part.indices)
             sizes.copy_(part.counts)
