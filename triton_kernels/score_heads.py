@@ -99,8 +99,8 @@ def score_logits_kernel(
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, num_chunks, scale_log2, softcap,
     LAYERS: tl.constexpr, KVH: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    CHUNK: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNK: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEEP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, program (chunk of CHUNK keys, layer and kv group, sequence)."""
     begin_dependent(PDL)
@@ -121,14 +121,17 @@ def score_logits_kernel(
     keys_of_head = k_pool + tl.load(kv_heads + group) * HEAD
     page = load_pages(pages, chunk * CHUNK, keys, length, PAGE, BLOCK_N)
     q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # A maximum for each strip of rows that one warp holds: no step of the loop has to wait for the other warps.
+    PARTS: tl.constexpr = BLOCK_N // (STRIPS * STRIP)
+    m_i = tl.full([STRIPS, BLOCK_M], float("-inf"), tl.float32)
     # Sums stay spread over the rows of a tile until the end: one reduction less in every step.
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    sums = tl.zeros([PARTS, STRIPS, STRIP, BLOCK_M], tl.float32)
     slab = b.to(tl.int64) * tl.num_programs(1) + group
     lane = slab * BLOCK_M + m
     # Whole tiles are kept: what lies beyond the length is never read.
     first_tile = slab * tl.cdiv(nmax, BLOCK_N)
     place = keys[:, None] * ROWS + m[None, :]
+    strips = tl.arange(0, STRIPS)[:, None] * BLOCK_M + m[None, :]
     stop = tl.minimum((chunk + 1) * CHUNK, length)
     for start in range(chunk * CHUNK, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
@@ -138,17 +141,22 @@ def score_logits_kernel(
         )  # fmt: skip
         # Fetched one step ahead: in the pipeline that copies K it would make every step wait for the K before it.
         page = load_pages(pages, start + BLOCK_N, keys, length, PAGE, BLOCK_N)
-        m_new = tl.maximum(m_i, tl.max(s, 0))
-        p = tl.exp2(s - m_new[None, :])
+        s = tl.reshape(s, [PARTS, STRIPS, STRIP, BLOCK_M])
+        m_new = tl.maximum(m_i, tl.max(tl.max(s, 0), 1))
+        # A strip whose keys all lie beyond the length keeps -inf; shifting by 0 instead keeps the exponentials free of NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - shift[None, :, None, :])
         if KEEP:
             tile = first_tile + start // BLOCK_N
-            tl.store(weights + tile * (BLOCK_N * ROWS) + place, p.to(weights.dtype.element_ty), mask=valid[None, :])
-            tl.store(tops + tile * BLOCK_M + m, m_new, mask=valid)
-        sums = sums * tl.exp2(m_i - m_new)[None, :] + p
+            kept = tl.reshape(p, [BLOCK_N, BLOCK_M]).to(weights.dtype.element_ty)
+            tl.store(weights + tile * (BLOCK_N * ROWS) + place, kept, mask=valid[None, :])
+            tl.store(tops + tile * (STRIPS * BLOCK_M) + strips, shift, mask=valid[None, :])
+        sums = sums * tl.exp2(m_i - shift)[None, :, None, :] + p
         m_i = m_new
-    l_i = tl.sum(sums, 0)
+    best_of_chunk = tl.max(m_i, 0)
+    l_i = tl.sum(tl.sum(tl.sum(sums, 0), 1) * tl.exp2(m_i - best_of_chunk[None, :]), 0)
     base = (lane * num_chunks + chunk) * 2
-    tl.store(stats + base, m_i, mask=valid)
+    tl.store(stats + base, best_of_chunk, mask=valid)
     tl.store(stats + base + 1, l_i, mask=valid)
     tl.debug_barrier()
     used_chunks = tl.cdiv(length, CHUNK)
@@ -170,8 +178,8 @@ def score_mass_kernel(
     weights, tops, lse, scores,
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, scale_log2, softcap, weight,
     LAYERS: tl.constexpr, KVH: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pass 2, program (tile of BLOCK_N keys, sequence): sums rows, then kv groups and layers, in fixed order."""
     begin_dependent(PDL)
@@ -197,10 +205,13 @@ def score_mass_kernel(
             inside = valid[None, :] & (position < length)[:, None]
             tile = slab * tl.cdiv(nmax, BLOCK_N) + tl.program_id(0)
             p = tl.load(weights + tile * (BLOCK_N * ROWS) + keys[:, None] * ROWS + m[None, :], mask=inside, other=0.0)
-            top = tl.load(tops + tile * BLOCK_M + m, mask=valid, other=0.0)
+            strips = (tile * STRIPS + tl.arange(0, STRIPS))[:, None] * BLOCK_M + m[None, :]
+            top = tl.load(tops + strips, mask=valid[None, :], other=0.0)
             # Rows that do not count get an infinite log-sum-exp, hence mass 0.
             shift = tl.load(lse + slab * BLOCK_M + m, mask=valid, other=float("inf"))
-            mass += tl.sum(p.to(tl.float32) * tl.exp2(top - shift)[None, :], 1)
+            factor = tl.exp2(top - shift[None, :])
+            p = tl.reshape(p.to(tl.float32), [BLOCK_N // (STRIPS * STRIP), STRIPS, STRIP, BLOCK_M])
+            mass += tl.reshape(tl.sum(p * factor[None, :, None, :], 3), [BLOCK_N])
     else:
         pages = page_table + b.to(tl.int64) * stride_pt
         page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
@@ -317,7 +328,8 @@ def score_layers(
     common = {
         "LAYERS": layers, "KVH": kv_groups, "H": per_group, "ROWS": rows * per_group, "ROW": pool.stride(1),
         "HEAD": pool.stride(2), "D": dim, "BLOCK_D": power_of_two(dim, 16), "BLOCK_M": shape.block_m,
-        "BLOCK_N": shape.config.block_n, "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep,
+        "BLOCK_N": shape.config.block_n, "STRIPS": shape.strips, "STRIP": 16,
+        "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep,
         "PRECISION": precision_of(first.dtype), "PDL": bool(options), "num_warps": shape.config.num_warps,
         "num_stages": shape.config.num_stages, **options,
     }  # fmt: skip

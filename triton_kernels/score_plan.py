@@ -87,7 +87,7 @@ class ScoreWorkspace:
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """Sizes of one call, in elements."""
+    """Sizes of one call, in elements; `strips` of a tile's rows keep a maximum each."""
 
     config: ScoreConfig
     block_m: int
@@ -98,6 +98,7 @@ class ScoreShape:
     num_stats: int
     num_lanes: int
     keep: bool
+    strips: int
 
     def workspace(self, dtype: torch.dtype, device: torch.device | str) -> ScoreWorkspace:
         return ScoreWorkspace(self.num_weights, self.num_tops, self.num_stats, self.num_lanes, dtype, device)
@@ -135,8 +136,10 @@ def score_shape(
     slabs = batch * layers * kv_groups
     lanes = slabs * block_m
     tiles = triton.cdiv(nmax, config.block_n)
-    weights, tops = (slabs * tiles * config.block_n * rows * per_group, lanes * tiles) if keep else (0, 0)
-    return ScoreShape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep)
+    # As the rows of a product lie on four warps: sixteen to each, again every sixty-four.
+    strips = 4 if config.block_n >= 64 else 1
+    weights, tops = (slabs * tiles * config.block_n * rows * per_group, lanes * tiles * strips) if keep else (0, 0)
+    return ScoreShape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips)
 
 
 def workspace_for(
