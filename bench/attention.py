@@ -84,7 +84,8 @@ def gate(run: Round, kind: str) -> float:
     """Worst relative RMS of a layer's output on the corner sequences and heads."""
     launch = run.sparse_layer if kind == "sparse" else run.dense_layer
     run.out.fill_(math.nan)
-    launch(0)
+    # The second layer: the first one waits for the translation, the others read ahead.
+    launch(1)
     if not torch.isfinite(run.out).all():
         return math.inf
     group, worst = run.shape.heads // run.shape.kv_heads, 0.0
@@ -92,7 +93,7 @@ def gate(run: Round, kind: str) -> float:
         everything = torch.arange(run.length, device=run.memory.device)
         keys = run.indices[b, : int(run.counts[b])] if kind == "sparse" else everything
         for head in {0, run.shape.kv_heads - 1}:
-            want = reference(run, run.q[0], b, head, keys, 0)
+            want = reference(run, run.q[1], b, head, keys, 1)
             worst = max(worst, relative_rms(run.out[b, :, head * group : (head + 1) * group], want))
     return worst
 
