@@ -26,7 +26,7 @@ from dustin.cli_options import (
 from dustin.conversation import Conversation
 from dustin.errors import DustinError, UsageError
 from dustin.status_line import StatusLine, quiet_keyboard, status_text
-from dustin.terminal import note, prefill_bar, printable, read_file
+from dustin.terminal import check_text, note, prefill_bar, printable, read_file
 
 _PATIENCE_SECONDS = 0.7
 
@@ -95,7 +95,7 @@ class Chat:
 
     def answer(self, message: str) -> None:
         """Ask the model and write its answer to stdout; what Ctrl-C cuts short stays in the history as far as it came."""
-        if not message.strip():
+        if not check_text(message, "the message").strip():
             raise UsageError("the message is empty: give some text")
         try:
             stopped = self._stream(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -70,6 +71,9 @@ def _run(args: list[str] | None, state: dict[str, Any]) -> int:
         return code if isinstance(code, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
+    except click.exceptions.NoArgsIsHelpError as bare:
+        print(bare.format_message(), file=sys.stderr)
+        return bare.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except RankError:
@@ -85,7 +89,7 @@ def _run(args: list[str] | None, state: dict[str, Any]) -> int:
 def explain(error: Exception) -> tuple[str, int]:
     """What to tell the user, and the exit code."""
     if isinstance(error, click.ClickException):
-        return error.format_message() + _origin(error), error.exit_code
+        return error.format_message().rstrip(".") + _advice(error), error.exit_code
     if isinstance(error, DustinError):
         return str(error), error.exit_code
     if isinstance(error, MemoryError):
@@ -95,14 +99,25 @@ def explain(error: Exception) -> tuple[str, int]:
     return f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1
 
 
-def _origin(error: click.ClickException) -> str:
-    """Where a refused value came from, unless the user just typed it."""
-    if not isinstance(error, click.BadParameter) or error.ctx is None or not isinstance(error.param, click.Option):
+def _advice(error: click.ClickException) -> str:
+    """Where a refused value came from unless the user just typed it, else where the right ones are told."""
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    if ctx is None:
         return ""
-    source = error.ctx.get_parameter_source(str(error.param.name))
-    return f" (from the variable {variable(error.param)})" if source is click.core.ParameterSource.ENVIRONMENT else ""
+    if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
+        source = ctx.get_parameter_source(str(error.param.name))
+        return f" (from the variable {variable(error.param)})" if source is click.core.ParameterSource.ENVIRONMENT else ""
+    if "unexpected extra argument" in error.message and any(isinstance(param, click.Argument) for param in ctx.command.params):
+        return ": put text with spaces in quotes"
+    return "" if "Did you mean" in error.message else f" (`{ctx.command_path} --help` lists what there is)"
 
 
 def main() -> None:
     """Entry point of the `dustin` script."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller, as in `dustin ... >&-`
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+        elif mode == "w" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal of another encoding shows ?, and nothing fails
     sys.exit(run())

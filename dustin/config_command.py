@@ -49,9 +49,9 @@ def effective(root: click.Context, path: tuple[str, ...]) -> list[dict[str, Any]
 @debug_option
 @click.pass_context
 def config(ctx: click.Context, command: tuple[str, ...], as_json: bool) -> None:
-    """Show what every option of COMMAND (`generate` where none is named) is, and where that comes from.
+    """Show every option's value and where it comes from.
 
-    The output is itself a valid configuration file. Precedence: flag, DUSTIN_* variable, ./dustin.toml, the user's file,
+    Of COMMAND, or of `generate` where none is named. The output is itself a valid configuration file. Precedence: flag, DUSTIN_* variable, ./dustin.toml, the user's file,
     default.
     """
     root = ctx.find_root()

@@ -17,7 +17,7 @@ from dustin.errors import UsageError
 
 LOCAL = Path("dustin.toml")
 # Variables of ours that are no option of a command.
-OTHER_VARIABLES = ("DUSTIN_CACHE", "DUSTIN_CONFIG", "DUSTIN_CUDA_GRAPHS", "DUSTIN_LAUNCHED", "DUSTIN_METAL_GATE", "DUSTIN_TP_TIMEOUT")
+OTHER_VARIABLES = ("DUSTIN_CACHE", "DUSTIN_CONFIG", "DUSTIN_LAUNCHED", "DUSTIN_METAL_GATE", "DUSTIN_TP_TIMEOUT")
 
 
 def config_path() -> Path:

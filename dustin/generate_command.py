@@ -22,7 +22,7 @@ from dustin.cli_options import (
     request_options,
 )
 from dustin.errors import UsageError
-from dustin.terminal import note, prefill_bar, read_prompt
+from dustin.terminal import note, prefill_bar, printable, read_prompt
 
 
 @click.command(context_settings=CONTEXT)
@@ -40,7 +40,10 @@ from dustin.terminal import note, prefill_bar, read_prompt
 @debug_option
 @click.pass_context
 def generate(ctx: click.Context, **values: Any) -> None:
-    """Answer PROMPT (`-`, or none in a pipe: stdin), with the text of each --file before it."""
+    """Answer PROMPT, with the text of each --file before it.
+
+    PROMPT may be -, which is stdin; in a pipe it may be left out.
+    """
     options, request = build_engine_options(values), build_request(values)
     refuse_useless(ctx, values)
     if values["raw"] and values["system_prompt"] is not None:
@@ -79,13 +82,13 @@ def _print_text(stream: Iterator[Any], whole: bool) -> None:
                 last = response
                 pieces.append(response.text)
                 if not whole and response.text:
-                    sys.stdout.write(response.text)
+                    sys.stdout.write(printable(response.text))
                     sys.stdout.flush()
     finally:
         text = "".join(pieces)
         if text and sys.exc_info()[0] is not BrokenPipeError:
             ending = "" if text.endswith("\n") else "\n"
-            sys.stdout.write((text if whole else "") + ending)
+            sys.stdout.write((printable(text) if whole else "") + ending)
             sys.stdout.flush()
         if last is not None and sys.exc_info()[0] is not BrokenPipeError:
             for line in last.stats.summary_lines():

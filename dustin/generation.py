@@ -230,20 +230,21 @@ class Session:
         wrong = next((token for token in prompt if not 0 <= token < vocab), None)
         if wrong is not None:
             raise UsageError(f"prompt token {wrong} is outside the vocabulary of {vocab} tokens")
-        rooms = {f"context of {self.target.spec.name}": self.target.spec.context_length}
+        rooms = {f"the context of {self.target.spec.name}": self.target.spec.context_length}
         if options.drafter == "draft" and self.draft is not None:
-            rooms[f"context of draft {self.draft.spec.name}"] = self.draft.spec.context_length - options.num_draft_tokens
+            rooms[f"the context of draft {self.draft.spec.name}"] = self.draft.spec.context_length - options.num_draft_tokens
         if options.max_kv_size is not None:
             rooms["--max-kv-size"] = options.max_kv_size
         what, room = min(rooms.items(), key=lambda item: item[1])
         if len(prompt) >= room:
+            fits = max(room - 1, 0)
+            larger = "raise it" if what == "--max-kv-size" else "use a model with a longer context"
             raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens, but the {what} leaves room for {max(room - 1, 0)}: shorten the prompt "
-                "or use a model with a longer context"
+                f"the prompt has {len(prompt)} tokens, but {what} leaves room for {fits}: shorten the prompt or {larger}"
             )
         left = room - len(prompt)
         if request.max_tokens > left:
-            stats.warnings.append(f"max_tokens lowered from {request.max_tokens} to {left} by the {what} ({room} tokens)")
+            stats.warnings.append(f"max_tokens lowered from {request.max_tokens} to {left} by {what} ({room} tokens)")
         return min(request.max_tokens, left)
 
     def _eos(self) -> frozenset[int]:

@@ -24,7 +24,19 @@ def decode_text(raw: bytes, name: str) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {error.start}") from error
+        raise UsageError(
+            f"{name} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {error.start}. Convert it first, as in "
+            "`iconv -f LATIN1 -t UTF-8`"
+        ) from error
+
+
+def check_text(text: str, name: str) -> str:
+    """`text` itself. Raise UsageError where it came as bytes that are not UTF-8 (Python keeps those as lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text: bad byte at character {error.start}") from error
+    return text
 
 
 def read_file(name: str) -> str:
@@ -55,7 +67,7 @@ def read_prompt(positional: str | None, option: str | None, files: Sequence[str]
     prompt = "\n\n".join(parts)
     if not prompt.strip():
         raise UsageError("the prompt is empty: give some text")
-    return prompt
+    return check_text(prompt, "the prompt")
 
 
 def printable(text: str, stream: TextIO | None = None) -> str:
