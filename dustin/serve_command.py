@@ -76,11 +76,8 @@ def serve(ctx: click.Context, **values: Any) -> int:
     if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
         note(f"warning: {options.host} is reachable from elsewhere and there is no --api-key")
 
-    def announce(address: str, scheduler: Any) -> None:
-        note(f"listening on {address}, loading {values['model']} ...")
-        server.started(scheduler, note, address)
-
     names = list(values["served_names"]) or [str(values["model"])]
-    return server.run(
-        partial(load, values["model"], values["draft_model"], options=engine, **loading), names, options, defaults, announce
-    )
+    load_session = partial(load, values["model"], values["draft_model"], options=engine, **loading)
+    prepared = server.prepare(load_session, names, options, defaults)
+    note(f"listening on {prepared.address}, loading {values['model']} ...")
+    return server.run(prepared, note)

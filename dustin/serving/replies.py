@@ -66,14 +66,27 @@ class Choice:
             if event.logprobs is not None and not self._ends(event):
                 length = len(self._pieces.add(event.token)) if self._pieces is not None else 0
                 self._pending.append((length, event.logprobs))
-        entries = []
-        while self._pending and self._covered + self._pending[0][0] <= self._shown:
-            length, entry = self._pending.pop(0)
-            self._covered += length
-            entries.append(entry)
+        entries = self._released(ended=self.finish_reason is not None and not self._stopped_by_text(events[-1]))
         self.text.append(text)
         self.entries += entries
         return text, entries
+
+    def _released(self, ended: bool) -> list[TokenLogprobs]:
+        """Entries whose text is out; a token that is a part of a character comes with the rest of it."""
+        count, covered = 0, self._covered
+        for index, (length, _) in enumerate(self._pending):
+            if covered + length > self._shown:
+                break
+            covered += length
+            if length:
+                count, self._covered = index + 1, covered
+        count = len(self._pending) if ended else count
+        entries = [entry for _, entry in self._pending[:count]]
+        del self._pending[:count]
+        return entries
+
+    def _stopped_by_text(self, event: Event) -> bool:
+        return event.finish_reason == "stop" and not self._ends(event)
 
     def _ends(self, event: Event) -> bool:
         return event.finish_reason == "stop" and self._tokenizer is not None and event.token in self._tokenizer.eos_ids

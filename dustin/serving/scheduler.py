@@ -159,7 +159,8 @@ class Scheduler:
     def abandon(self) -> None:
         """Drain without finishing: every job is told that the server stops."""
         with self._wake:
-            self.state = "stopping"
+            if self.state not in ("stopped", "failed"):
+                self.state = "stopping"
             self._wake.notify()
 
     def join(self, seconds: float | None = None) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
@@ -68,55 +71,68 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def run(
-    load: Callable[[], Session],
-    names: list[str],
-    options: ServerOptions,
-    defaults: SamplingOptions,
-    announce: Callable[[str, Scheduler], None],
-) -> int:
-    """Serve until a signal. Returns 0 after SIGTERM, 130 after Ctrl-C; raises what loading or the engine failed with.
+@dataclass
+class Prepared:
+    """A server that listens but does not answer yet: `run` does both."""
 
-    `announce` is called with the address once the socket listens, before the model is loaded.
-    """
+    http: HttpServer
+    socket: socket.socket
+    scheduler: Scheduler
+    address: str
+
+    def run(self) -> None:
+        """Load the model and serve until a signal, or until the engine's thread ends."""
+        scheduler = self.scheduler
+        scheduler.start()
+        try:
+            self.http.run(sockets=[self.socket])
+        finally:
+            scheduler.abandon()
+            # A model that is still being loaded is not waited for: the process may end.
+            if scheduler.session is not None or scheduler.error is not None:
+                scheduler.join(_CLOSING)
+            self.socket.close()
+
+
+def prepare(load: Callable[[], Session], names: list[str], options: ServerOptions, defaults: SamplingOptions) -> Prepared:
+    """Everything but the start. Raise UsageError or DustinError for an address that cannot be had."""
     metrics = Metrics()
     scheduler = Scheduler(load, options, metrics)
     metrics.watch(scheduler)
-    app = Server(scheduler, metrics, options, defaults, names).app()
-    sock = listen(options.host, options.port)
+    listening = listen(options.host, options.port)
     config = uvicorn.Config(
-        app,
+        Server(scheduler, metrics, options, defaults, names).app(),
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=int(options.drain_timeout) + _CLOSING,
+        timeout_graceful_shutdown=math.ceil(options.drain_timeout) + _CLOSING,
     )
-    server = HttpServer(config, scheduler)
+    http = HttpServer(config, scheduler)
     # Also where the engine's thread ends by itself (a model that cannot be loaded).
-    scheduler.on_stop = lambda: setattr(server, "should_exit", True)
-    host, port = sock.getsockname()[:2]
-    announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", scheduler)
-    scheduler.start()
-    try:
-        server.run(sockets=[sock])
-    finally:
-        scheduler.abandon()
-        if scheduler.state != "loading":
-            scheduler.join(_CLOSING)
-        sock.close()
-    if scheduler.error is not None:
-        raise scheduler.error
-    return 130 if server.signal == signal.SIGINT else 0
+    scheduler.on_stop = lambda: setattr(http, "should_exit", True)
+    host, port = listening.getsockname()[:2]
+    return Prepared(http, listening, scheduler, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
 
-def started(scheduler: Scheduler, say: Callable[[str], None], address: str) -> None:
-    """Say once that requests are taken, from a thread of its own."""
+def run(prepared: Prepared, say: Callable[[str], None]) -> int:
+    """Serve to the end. Returns 0 after SIGTERM, 130 after Ctrl-C; raises what loading or the engine failed with."""
+    _say_when_ready(prepared, say)
+    prepared.run()
+    if prepared.scheduler.error is not None:
+        raise prepared.scheduler.error
+    return 130 if prepared.http.signal == signal.SIGINT else 0
+
+
+def _say_when_ready(prepared: Prepared, say: Callable[[str], None]) -> None:
+    scheduler = prepared.scheduler
 
     def wait() -> None:
         while scheduler.state == "loading":
-            threading.Event().wait(0.05)
-        if scheduler.state == "ready" and scheduler.session is not None:
-            say(f"{scheduler.session.target.spec.name} at {address}, {scheduler.options.slots} slots of {scheduler.context} tokens")
+            time.sleep(0.05)
+        session = scheduler.session
+        if scheduler.state == "ready" and session is not None:
+            slots = f"{scheduler.options.slots} slots of {scheduler.context} tokens"
+            say(f"serving {session.target.spec.name} at {prepared.address}: {slots}, mode {scheduler.engine_options.mode}")
 
     threading.Thread(target=wait, daemon=True).start()
