@@ -109,7 +109,7 @@ def _advice(error: click.ClickException) -> str:
         return f" (from the variable {variable(error.param)})" if source is click.core.ParameterSource.ENVIRONMENT else ""
     if "unexpected extra argument" in error.message and any(isinstance(param, click.Argument) for param in ctx.command.params):
         return ": put text with spaces in quotes"
-    return "" if "Did you mean" in error.message else f" (`{ctx.command_path} --help` lists what there is)"
+    return "" if "Did you mean" in error.format_message() else f" (`{ctx.command_path} --help` lists what there is)"
 
 
 def main() -> None:

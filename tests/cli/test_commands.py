@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -218,3 +219,79 @@ def test_closed_pipe_is_quiet(environment: dict[str, str], slow: Path, start: li
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait(timeout=60) == 1 and b"Traceback" not in err and b"Exception" not in err
+
+
+# Odd surroundings.
+
+
+def shell(environment: dict[str, str], script: str) -> subprocess.CompletedProcess[bytes]:
+    program = {"DUSTIN": f"{sys.executable} -m dustin"}
+    return subprocess.run(["bash", "-c", script], capture_output=True, check=False, env=environment | program, timeout=120)
+
+
+def test_bare_dustin_shows_its_help(environment: dict[str, str]) -> None:
+    done = dustin(environment)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("Usage: dustin") and "\n  chat " in done.stderr
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(environment: dict[str, str], model: Path, redirection: str) -> None:
+    done = shell(environment, f"$DUSTIN generate -m {model} -n 4 hi {redirection}")
+    assert done.returncode == 0 and b"rror" not in done.stderr, done.stderr
+    fed = shell(environment, f"$DUSTIN chat -m {model} -n 4 {redirection} </dev/null")
+    assert fed.returncode == 0 and b"rror" not in fed.stderr, fed.stderr
+
+
+@pytest.mark.parametrize("command", ["--help", "config", "models", "generate -n 3000 --ignore-eos hi", "completion bash"])
+def test_a_reader_that_leaves(environment: dict[str, str], slow: Path, command: str) -> None:
+    done = shell(environment | {"DUSTIN_MODEL": str(slow)}, f"$DUSTIN {command} | head -c 1")
+    assert done.returncode == 0 and len(done.stdout) == 1 and b"rror" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_of_another_encoding(environment: dict[str, str], model: Path, encoding: str) -> None:
+    done = shell(environment | {"PYTHONIOENCODING": encoding}, f"$DUSTIN generate -m {model} -n 40 --ignore-eos caf\u00e9")
+    assert done.returncode == 0 and b"generated: 40 tokens" in done.stderr, done.stderr
+
+
+def test_a_full_disk(environment: dict[str, str], model: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    done = shell(environment, f"$DUSTIN generate -m {model} -n 4 hi >/dev/full")
+    assert done.returncode == 1 and done.stderr.startswith(b"error: ") and b"No space left" in done.stderr
+
+
+def test_a_prompt_of_bytes_that_are_no_text(environment: dict[str, str], model: Path) -> None:
+    done = shell(environment, f"$DUSTIN generate -m {model} $'caf\\xe9'")
+    assert done.returncode == 2 and done.stderr == b"error: the prompt is not UTF-8 text: bad byte at character 3\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generate", "two", "words"], "put text with spaces in quotes"),
+        (["generat", "x"], "Did you mean 'generate'"),
+        (["generate", "--budgett", "3", "x"], "Did you mean one of: '--budget'"),
+        (["generate", "--zzz", "x"], "`dustin generate --help` lists what there is"),
+        (["models", "fetsh"], "Did you mean 'fetch'"),
+    ],
+)
+def test_a_slip_is_told_what_was_meant(environment: dict[str, str], args: list[str], says: str) -> None:
+    fails(dustin(environment, *args), 2, says)
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "1000"])
+def test_help_in_any_width(environment: dict[str, str], columns: str) -> None:
+    for command in ([], ["generate"], ["chat"], ["models", "fetch"]):
+        done = dustin(environment | {"COLUMNS": columns}, *command, "--help", apart=not command)
+        assert done.returncode == 0 and done.stdout.startswith("Usage: dustin") and done.stderr == ""
+
+
+def test_no_answer_can_steer_a_terminal() -> None:
+    from dustin.terminal import printable
+
+    class Screen:
+        def isatty(self) -> bool:
+            return True
+
+    assert printable("a\tb\n\x1b[2J\x07\x7f\x9b caf\u00e9", Screen()) == "a\tb\n^[[2J^G^?\\x9b caf\u00e9"  # type: ignore[arg-type]
