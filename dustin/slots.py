@@ -51,9 +51,7 @@ class SlotEngine(Engine):
         self.rows = [_nobody(slot) for slot in range(num_slots)]
         self._set_lengths = (0,) * num_slots
         self.drafter.start([row.tokens for row in self.rows], cache.capacity + self.options.num_draft_tokens, None)
-        self._auto = self.options if self.planner is not None else None
-        # Rates of different batch sizes do not compare: one planner for each power of two.
-        self._planners: dict[int, AutoPlanner] = {}
+        self._auto = (self.planner, self.options) if self.planner is not None else None
         self._refresh_warp()
 
     # Slots.
@@ -184,19 +182,15 @@ class SlotEngine(Engine):
     def step(self) -> list[Event]:
         """One round for all active slots: see Engine.step."""
         if self._auto is not None:
-            self._plan(self._auto)
+            self._plan(*self._auto)
         events = super().step()
         self._after(events)
         return events
 
-    def _plan(self, auto: EngineOptions) -> None:
+    def _plan(self, planner: AutoPlanner, auto: EngineOptions) -> None:
         """What mode auto does this round: the clock decides for greedy batches alone, so that a seed repeats."""
         if self.warp.greedy:
-            active = sum(row.active for row in self.rows)
-            size = active.bit_length()
-            if size not in self._planners:
-                self._planners[size] = AutoPlanner(self.target.spec, self.drafter.name, auto.budget)
-            self.planner, self.options = self._planners[size], auto
+            self.planner, self.options = planner, auto
         else:
             self.planner = None
             self.options = replace(auto, mode="dense" if self.drafter.name == "draft" else "ar")
