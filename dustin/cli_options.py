@@ -165,14 +165,13 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
         return (ENGINE | SAMPLING)[name][0][0].split("/")[0]
 
     mode, drafter = values["mode"], values["drafter"]
-    drafting = bool(values["draft_model"]) and drafter in ("auto", "draft")
     if values["draft_model"] and (mode == "ar" or drafter in ("self", "lookup", "none")):
         why = "--mode ar" if mode == "ar" else f"--drafter {drafter}"
         raise UsageError(f"--draft-model has no use with {why}: drop one of them")
     rules = [(name, mode != needed, f"needs --mode {needed}") for name, needed in _NEEDS_MODE.items()]
     if mode == "ar":
         rules += [(name, True, "has no effect with --mode ar") for name in _SPECULATIVE]
-    elif mode in ("auto", "dense") and (drafter == "lookup" or drafting):
+    elif mode in ("auto", "dense") and drafter == "lookup":
         why = f"has no effect with --mode {mode} and this drafter, which never reads sparsely"
         rules += [(name, True, why) for name in (*_SPARSE, "sparse_draft", "lookahead_lag")]
     if mode == "exact" and drafter == "self":

@@ -38,6 +38,8 @@ from dustin.sequence import Event, Sequence
 from dustin.stats import Stats
 
 Queries = Mapping[int, Array]
+# KV bytes of a draft model over its weights from which a dense round's draft reads a set too: below, its launches cost more.
+_SPARSE_DRAFT_SHARE = 0.25
 
 
 class Engine:
@@ -150,12 +152,24 @@ class Engine:
     def _round(self, mode: str) -> list[Event]:
         taking = {row.row for row in self.rows if row.active}
         sparse = mode not in ("ar", "dense")
-        drafts = self._draft(taking, 0 if mode == "ar" else self.options.num_draft_tokens, sparse)
-        token_set = self._select(drafts, taking) if sparse else None
-        out = self._verify(drafts, taking, token_set)
+        choosing = sparse or (mode == "dense" and self._drafts_sparsely())
+        drafts = self._draft(taking, 0 if mode == "ar" else self.options.num_draft_tokens, choosing)
+        token_set = self._select(drafts, taking) if choosing else None
+        out = self._verify(drafts, taking, token_set if sparse else None)
         verdict = self._judge(drafts, out)
         self._remember_history(out, verdict, taking)
         return self._commit(drafts, self._read(verdict, out), taking, dense=not sparse)
+
+    def _drafts_sparsely(self) -> bool:
+        """Whether a set is chosen for the draft of a dense round alone: where reading all of its KV costs more than the scores.
+
+        Greedy only: what is drawn from a seed may not depend on who else is in the batch.
+        """
+        model, lengths = self.drafter.model, [row.committed for row in self.rows if row.active]
+        if model is None or self.drafter.tap is None or not self.options.sparse_draft or not self.warp.greedy or not lengths:
+            return False
+        heavy = sum(lengths) * model.spec.bytes_per_kv_token >= _SPARSE_DRAFT_SHARE * model.spec.weight_bytes
+        return heavy and max(lengths) >= 2 * self.options.budget
 
     def _draft(self, taking: set[int], most: int, sparse: bool) -> Drafts:
         # A row may draft one less than it may still emit: verification adds a token of its own.

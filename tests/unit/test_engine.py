@@ -44,6 +44,18 @@ def test_budget_that_holds_everything_equals_dense(mode: str, drafter: str) -> N
     assert [tuple(row.generated) for row in rows] == [greedy(prompt, COUNT) for prompt in PROMPTS]
 
 
+def test_a_heavy_draft_reads_a_set_in_dense_rounds_too_and_tokens_stay_those_of_plain_decoding() -> None:
+    prompts = [[(7 * i + row) % VOCAB for i in range(90)] for row in range(2)]
+    read = {}
+    for sparse_draft in (True, False):
+        engine = make_engine(options("dense", sparse_draft=sparse_draft))
+        rows, _ = run(engine, prompts, RequestOptions(max_tokens=12, ignore_eos=True))
+        assert [tuple(row.generated) for row in rows] == [greedy(tuple(prompt), 12) for prompt in prompts]
+        assert engine.stats.kv_bytes_read >= engine.stats.kv_bytes_dense / 4
+        read[sparse_draft] = engine.stats.draft_kv_bytes_read
+    assert read[True] < read[False]
+
+
 def test_a_small_budget_really_is_sparse() -> None:
     engine = make_engine(options("sparse", budget=12), "none")
     rows, _ = run(engine, PROMPTS, RequestOptions(max_tokens=COUNT))
@@ -173,7 +185,7 @@ def test_random_schedules_stay_lossless(data: st.DataObject) -> None:
 
 
 def test_the_draft_never_reads_past_what_was_accepted() -> None:
-    engine = make_engine(options("dense"), "draft")
+    engine = make_engine(options("dense", sparse_draft=False), "draft")
     rows, _ = run(engine, PROMPTS, RequestOptions(max_tokens=12))
     assert engine.drafter.cache is not None
     for row, seen in zip(rows, engine.drafter.cache.lengths, strict=True):
