@@ -7,6 +7,7 @@ m % g of the group), so K and V are read once. Keys are split over programs; eac
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -91,18 +92,19 @@ def attend_tile(
 ):  # fmt: skip
     """One online-softmax step. q [M, D], k [D, N], v [N, D], visible [M, N], m_i and l_i [M], acc [M, D] fp32 (base 2)."""
     s = tl.dot(q, k, input_precision=PRECISION)  # [M, N]
+    factor = scale_log2
     if SOFTCAP:
         # tanh by exp, exact at both ends; scale_log2 carries log2(e), softcap works on natural logits.
         x = s * (scale_log2 * 0.6931471805599453) / softcap
         s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
-    else:
-        s = s * scale_log2
+        factor = 1.0
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+    # The maximum of unscaled logits, so that scaling and shifting are one instruction (a scale is above 0).
+    m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
     # A row that has seen nothing yet keeps m = -inf; shifting by 0 instead keeps the exponentials free of NaN.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - shift[:, None])
+    p = tl.exp2(s * factor - shift[:, None])
     alpha = tl.exp2(m_i - shift)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
@@ -260,6 +262,15 @@ def launch_options(config: AttentionConfig, on_device: bool) -> dict[str, object
     if config.dependent and on_device:
         options["launch_pdl"] = True
     return options
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The scale of the logits, 1 / sqrt(head_dim) by default. Raise ValueError unless above 0."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not scale > 0:
+        raise ValueError(f"scale: expected above 0, got {scale}")
+    return scale
 
 
 def check_query(q: torch.Tensor, k_pool: torch.Tensor, out: torch.Tensor | None, max_rows: int) -> None:

@@ -22,6 +22,7 @@ from .attention_core import (
     launch_options,
     merge_kernel,
     plan_attention,
+    resolve_scale,
     store_rows,
 )
 from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, power_of_two, precision_of
@@ -175,7 +176,7 @@ def dense_verify(
     if workspace is None:
         workspace = AttentionWorkspace(launch.num_rows, dim, launch.num_counters, q.device)
     workspace.check(launch.num_rows, dim, launch.num_counters, q)
-    scale = 1.0 / math.sqrt(dim) if scale is None else scale
+    scale = resolve_scale(scale, dim)
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
     block_d = power_of_two(dim, 16)

@@ -22,6 +22,7 @@ from .attention_core import (
     launch_options,
     merge_kernel,
     plan_attention,
+    resolve_scale,
     sparse_split,
     store_rows,
 )
@@ -222,7 +223,7 @@ def sparse_verify(
     if workspace is None:
         workspace = AttentionWorkspace(launch.num_rows, dim, launch.num_counters, q.device)
     workspace.check(launch.num_rows, dim, launch.num_counters, q)
-    scale = 1.0 / math.sqrt(dim) if scale is None else scale
+    scale = resolve_scale(scale, dim)
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
     parts = config.value_parts
