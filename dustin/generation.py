@@ -155,8 +155,10 @@ class Session:
             for row, (tokens, request) in enumerate(zip(ids, requests, strict=True))
         ]
         capacity = max(row.prompt_length + row.limit for row in rows)
-        cache = cache or self._cache(self.target, "target", ids, capacity, options.max_kv_size)
         engine = self.make_engine(Engine, options, stats)
+        # A selector that looks at the prompt's last rows reads those again.
+        again = max(engine.selector.prompt_rows, engine.selector.history_rows)
+        cache = cache or self._cache(self.target, "target", ids, capacity, options.max_kv_size, again)
         drafter = engine.drafter
         if isinstance(drafter, ModelDrafter) and self.prefix_cache and len(ids) == 1 and self.draft is not None:
             room = min(capacity + options.num_draft_tokens, self.draft.spec.context_length)
@@ -257,7 +259,9 @@ class Session:
             return None
         return TextStream(self.tokenizer, request.stop)
 
-    def _cache(self, model: Model, side: str, ids: list[list[int]], capacity: int, most: int | None = None) -> KVCache:
+    def _cache(
+        self, model: Model, side: str, ids: list[list[int]], capacity: int, most: int | None = None, again: int = 1
+    ) -> KVCache:
         """A cache for these prompts: the kept one of the conversation (grown where it is too small), or an empty one."""
         context = model.spec.context_length
         # A conversation grows: room for the next turns saves copying it.
@@ -266,7 +270,7 @@ class Session:
         if kept is not None and self.prefix_cache and len(ids) == 1:
             tokens, cache = kept
             # At least one prompt token is read again: its logits give the first token.
-            longest = min(len(tokens), len(ids[0]) - 1)
+            longest = max(0, min(len(tokens), len(ids[0]) - again))
             common = next((i for i in range(longest) if tokens[i] != ids[0][i]), longest)
             cache.rollback([min(common, *cache.lengths)])
             try:

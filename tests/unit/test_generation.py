@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dustin.config import EngineOptions, RequestOptions, SamplingOptions, defaults
+from dustin.config import SELECTORS, EngineOptions, RequestOptions, SamplingOptions, defaults
 from dustin.errors import ContextLengthError, UsageError
 from dustin.generation import Session
 from tests.unit.engine_helpers import VOCAB, backend, draft, greedy, target
@@ -58,6 +58,19 @@ def test_a_kept_conversation_equals_a_cold_run(mode: str, drafter: str, temperat
         # Rows that sparse attention wrote are not trusted; the document's are.
         assert turn == PROMPT or answer[-1].stats.reused_prompt_tokens >= len(PROMPT)
         turn = (*turn, *tokens, *question)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_a_kept_conversation_equals_a_cold_run_with_every_selector(selector: str) -> None:
+    # A long first prompt, and a second turn of fewer tokens than selectors observe at its end.
+    prompt = tuple(int(t) for t in np.random.default_rng(12).integers(0, VOCAB, 90))
+    options = CONVERSATION | {"mode": "sparse", "selector": selector}
+    warm = session(True, **options)
+    warm.prefix_cache = True
+    turn = (*prompt, *(r.token for r in warm.stream_generate(prompt, REQUEST)), 5)
+    answer = list(warm.stream_generate(turn, REQUEST))
+    assert [r.token for r in answer] == session(True, **options).generate(turn, REQUEST).tokens
+    assert answer[-1].stats.reused_prompt_tokens >= 30
 
 
 @pytest.mark.parametrize("sparse_draft", [False, True])
