@@ -86,20 +86,22 @@ def plan_attention(
 
 
 @triton.jit
-def attend_tile(
-    q, k, v, visible, m_i, l_i, acc, scale_log2, softcap,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One online-softmax step. q [M, D], k [D, N], v [N, D], visible [M, N], m_i and l_i [M], acc [M, D] fp32 (base 2)."""
-    s = tl.dot(q, k, input_precision=PRECISION)  # [M, N]
-    factor = scale_log2
+def tile_logits(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Logits [M, N] of q [M, D] and k [D, N]: unscaled, or scaled and in base 2 after a softcap."""
+    s = tl.dot(q, k, input_precision=PRECISION)
     if SOFTCAP:
         # tanh by exp, exact at both ends; scale_log2 carries log2(e), softcap works on natural logits.
         x = s * (scale_log2 * 0.6931471805599453) / softcap
         s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
-        factor = 1.0
-    if MASKED:
-        s = tl.where(visible, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def attend_tile(
+    s, v, m_i, l_i, acc, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax step over tile_logits s [M, N], -inf where hidden; v [N, D]; m_i and l_i [M], acc [M, D] fp32 (base 2)."""
+    factor = 1.0 if SOFTCAP else scale_log2
     # The maximum of unscaled logits, so that scaling and shifting are one instruction (a scale is above 0).
     m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
     # A row that has seen nothing yet keeps m = -inf; shifting by 0 instead keeps the exponentials free of NaN.

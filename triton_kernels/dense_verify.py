@@ -24,6 +24,7 @@ from .attention_core import (
     plan_attention,
     resolve_scale,
     store_rows,
+    tile_logits,
 )
 from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, power_of_two, precision_of
 
@@ -85,7 +86,8 @@ def dense_verify_kernel(
         else:
             k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=in_head[:, None], other=0.0)
             v = tl.load(v_pool + rows[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
-        m_i, l_i, acc = attend_tile(q_tile, k, v, in_tile[:, None], m_i, l_i, acc, scale_log2, softcap, SOFTCAP, False, PRECISION)
+        s = tile_logits(q_tile, k, scale_log2, softcap, SOFTCAP, PRECISION)
+        m_i, l_i, acc = attend_tile(s, v, m_i, l_i, acc, scale_log2, SOFTCAP, PRECISION)
     for start in range(plain_stop, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * ROW + h * HEAD
@@ -96,7 +98,8 @@ def dense_verify_kernel(
         visible = (position[None, :] < stop) & (position[None, :] <= length + t[:, None])
         if WINDOW:
             visible = visible & (position[None, :] > length + t[:, None] - window)
-        m_i, l_i, acc = attend_tile(q_tile, k, v, visible, m_i, l_i, acc, scale_log2, softcap, SOFTCAP, True, PRECISION)
+        s = tl.where(visible, tile_logits(q_tile, k, scale_log2, softcap, SOFTCAP, PRECISION), float("-inf"))
+        m_i, l_i, acc = attend_tile(s, v, m_i, l_i, acc, scale_log2, SOFTCAP, PRECISION)
 
     group = (b * ROW_TILES + tile) * HKV + h
     finish_split(

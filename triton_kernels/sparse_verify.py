@@ -25,6 +25,7 @@ from .attention_core import (
     resolve_scale,
     sparse_split,
     store_rows,
+    tile_logits,
 )
 from .runtime import (
     INTERPRETED,
@@ -131,14 +132,21 @@ def sparse_verify_kernel(
                 # Late enough that what the next kernel reads ahead fills the end of this one.
                 if start == begin + TRIGGER * BLOCK_N:
                     tl.extra.cuda.gdc_launch_dependents()
-        # In-flight entry i is visible to row t when i <= t; committed entries are below zero here.
-        visible = stored[None, :] & (entry[None, :] - count <= t[:, None])
-        if WINDOW:
-            chosen = entry < count
-            index = tl.load(indices + b.to(tl.int64) * stride_i + entry // UNIT, mask=chosen & stored, other=0)
-            position = tl.where(chosen, index * UNIT + entry % UNIT, length + entry - count)
-            visible = visible & (position[None, :] > length + t[:, None] - window)
-        m_i, l_i, acc = attend_tile(q_tile, k, v, visible, m_i, l_i, acc, scale_log2, softcap, SOFTCAP, True, PRECISION)
+        s = tile_logits(q_tile, k, scale_log2, softcap, SOFTCAP, PRECISION)
+        # Tiles of committed entries alone are visible to every row.
+        if WINDOW or start + BLOCK_N > tl.minimum(count, stop):
+            if PDL:
+                # At the last tile at the latest. An effect keeps this a branch: selects would cost every tile.
+                tl.extra.cuda.gdc_launch_dependents()
+            # In-flight entry i is visible to row t when i <= t; committed entries are below zero there.
+            visible = entry[None, :] <= tl.minimum(count + t, stop - 1)[:, None]
+            if WINDOW:
+                chosen = entry < count
+                index = tl.load(indices + b.to(tl.int64) * stride_i + entry // UNIT, mask=chosen & stored, other=0)
+                position = tl.where(chosen, index * UNIT + entry % UNIT, length + entry - count)
+                visible = visible & (position[None, :] > length + t[:, None] - window)
+            s = tl.where(visible, s, float("-inf"))
+        m_i, l_i, acc = attend_tile(s, v, m_i, l_i, acc, scale_log2, SOFTCAP, PRECISION)
 
     group = ((b * ROW_TILES + tile) * HKV + h) * VALUES + part
     finish_split(
