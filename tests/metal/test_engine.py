@@ -88,3 +88,30 @@ def test_a_model_with_the_kernels_equals_the_specification(family: str, tmp_path
         patch.setattr(MlxModel, "new_cache", poisoned)
         ModelCheck(MlxBackend("cpu", Gate("kernel")), to_numpy, folder, "float32", 1e-5).run()
     assert not log.findings
+
+
+@pytest.mark.parametrize("batch", [1, 9])
+def test_kernels_and_slices_write_the_same_cache_in_place(batch: int, tmp_path: Path) -> None:
+    """Long chunks are written by slices, short ones by the kernel; neither moves a layer, and logits equal the array path's."""
+    import mlx.core as mx
+
+    from dustin.backends.mlx_metal.backend import MlxBackend
+    from dustin.metal_kernels.gate import Gate
+
+    folder = write_model(tmp_path / "llama", CONFIGS["llama"] | HEADS)
+    found = []
+    for gate in ("array", "kernel"):
+        with installed() as log:
+            backend = MlxBackend("cpu", Gate(gate))
+            model = backend.load(folder, dtype="float32")
+            cache = model.new_cache(batch, 160)
+            addresses = [np.array(rows, copy=False).ctypes.data for rows in (*cache.keys, *cache.values)]
+            for rows in (30, 3, 20, 1, 25):
+                fed = backend.tokens([[(b + t * t) % 67 for t in range(rows)] for b in range(batch)])
+                out = model.forward(fed, [max(1, rows - b % 2) for b in range(batch)], cache, logits="last")
+                found.append(np.array(out.logits))
+                log.reports.clear()  # they hold the buffers that kernels wrote
+                assert [np.array(x, copy=False).ctypes.data for x in (*cache.keys, *cache.values)] == addresses
+            mx.eval(cache.keys)
+    for array, kernel in zip(found[:5], found[5:], strict=True):
+        assert np.abs(array - kernel).max() < 1e-4 * np.abs(array).max()
