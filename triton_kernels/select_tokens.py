@@ -18,6 +18,8 @@ from .runtime import INTERPRETED, begin_dependent, check_counts, check_tensor, p
 
 # What one program holds in registers without spilling.
 BLOCK_COLUMNS = 64 if INTERPRETED else 8192
+# Candidate lists may hold 1/SLACK more than a quota asks for: an exact threshold takes twice the steps.
+SLACK = 8
 
 
 @triton.jit
@@ -30,29 +32,66 @@ def ordered_key(score):
 
 
 @triton.jit
+def _join_extents(high_a, low_a, count_a, high_b, low_b, count_b):
+    return tl.maximum(high_a, high_b), tl.minimum(low_a, low_b), count_a + count_b
+
+
+@triton.jit
+def extent(key):
+    """(one above the largest key, the smallest key above 0, number of keys above 0) of key [N] uint32."""
+    lowest = tl.where(key == 0, tl.full(key.shape, 0xFFFFFFFF, tl.uint32), key)
+    high, low, count = tl.reduce((key, lowest, (key != 0).to(tl.int32)), 0, _join_extents)
+    return high + 1, low, count
+
+
+@triton.jit
+def above_threshold(key, low, at_low, want, slack):
+    """Mask of the keys >= low when there are at most want + slack; else `want` of them, among equal keys the lower positions."""
+    chosen = (key >= low) & (key != 0)
+    if at_low > want + slack:
+        above = key > low
+        equal = key == low
+        missing = want - tl.sum(above.to(tl.int32), 0)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
+    return chosen & (want > 0)
+
+
+@triton.jit
 def take_top(key, want):
     """Mask of the `want` largest keys [N] uint32; among equal keys the lower positions; never a key of 0."""
-    nothing = tl.full([], 0, tl.uint32)
-    # At least `want` keys are >= low, fewer are >= high; all keys of the row share most leading bits.
-    high = tl.max(key, 0) + 1
-    low = tl.min(tl.where(key == 0, tl.full(key.shape, 0xFFFFFFFF, tl.uint32), key), 0)
-    at_low = tl.sum((key != 0).to(tl.int32), 0)
-    if at_low < want:
-        low = nothing
-        high = nothing + 1
-    while (high - low > 1) & (at_low != want):
+    # At least `want` keys are >= low (or all are), fewer are >= high.
+    high, low, at_low = extent(key)
+    while (high - low > 1) & (at_low > want) & (want > 0):
         middle = low + (high - low) // 2
         count = tl.sum((key >= middle).to(tl.int32), 0)
         enough = count >= want
         at_low = tl.where(enough, count, at_low)
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
-    above = key > low
-    equal = (key == low) & (key != 0)
-    missing = want - tl.sum(above.to(tl.int32), 0)
-    if tl.sum(equal.to(tl.int32), 0) > missing:
-        equal = equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing)
-    return (above | equal) & (want > 0)
+    return above_threshold(key, low, at_low, want, 0)
+
+
+@triton.jit
+def take_two(key_a, want_a, slack_a, key_b, want_b, slack_b):
+    """Masks of the top of two key rows [N], N < 65536: at least `want` (or all), at most `slack` more. One search for both."""
+    high_a, low_a, at_a = extent(key_a)
+    high_b, low_b, at_b = extent(key_b)
+    open_a = (high_a - low_a > 1) & (at_a > want_a + slack_a) & (want_a > 0)
+    open_b = (high_b - low_b > 1) & (at_b > want_b + slack_b) & (want_b > 0)
+    while open_a | open_b:
+        middle_a = low_a + (high_a - low_a) // 2
+        middle_b = low_b + (high_b - low_b) // 2
+        both = (key_a >= middle_a).to(tl.uint32) + ((key_b >= middle_b).to(tl.uint32) << 16)
+        counts = tl.sum(both, 0)
+        count_a, count_b = (counts & 0xFFFF).to(tl.int32), (counts >> 16).to(tl.int32)
+        up_a, up_b = open_a & (count_a >= want_a), open_b & (count_b >= want_b)
+        at_a, at_b = tl.where(up_a, count_a, at_a), tl.where(up_b, count_b, at_b)
+        high_a = tl.where(open_a & (count_a < want_a), middle_a, high_a)
+        high_b = tl.where(open_b & (count_b < want_b), middle_b, high_b)
+        low_a, low_b = tl.where(up_a, middle_a, low_a), tl.where(up_b, middle_b, low_b)
+        open_a = (high_a - low_a > 1) & (at_a > want_a + slack_a) & (want_a > 0)
+        open_b = (high_b - low_b > 1) & (at_b > want_b + slack_b) & (want_b > 0)
+    return above_threshold(key_a, low_a, at_a, want_a, slack_a), above_threshold(key_b, low_b, at_b, want_b, slack_b)
 
 
 @triton.jit
@@ -84,8 +123,8 @@ def positions_of(
 def candidates_kernel(
     target, draft, lengths, listed, num_listed, candidates, num_candidates, stride_t, stride_d, budget, sinks, recent,
     by_draft, lists,
-    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_TARGET: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr, SLACK: tl.constexpr, HAS_DRAFT: tl.constexpr,
+    HAS_TARGET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk or group of lists, sequence): its candidates, ascending."""
     begin_dependent(PDL)
@@ -98,11 +137,19 @@ def candidates_kernel(
     position, stored = positions_of(listed, num_listed, b, tl.program_id(0), length, lists, BLOCK, CAPACITY, GROUP)
     protected = stored & ((position < sinks) | (position >= length - recent))
     free = stored & (protected == 0)
-    chosen = protected
-    if HAS_DRAFT:
-        chosen = chosen | take_top(load_keys(draft, b * stride_d + position, free), by_draft)
-    if HAS_TARGET:
-        chosen = chosen | take_top(load_keys(target, b * stride_t + position, free), budget - sinks - recent)
+    # The counts of both searches share 32 bits.
+    if HAS_DRAFT and HAS_TARGET and BLOCK < 65536:
+        by_target = budget - sinks - recent
+        key_d = load_keys(draft, b * stride_d + position, free)
+        key_t = load_keys(target, b * stride_t + position, free)
+        top_d, top_t = take_two(key_d, by_draft, by_draft // SLACK, key_t, by_target, by_target // SLACK)
+        chosen = protected | top_d | top_t
+    else:
+        chosen = protected
+        if HAS_DRAFT:
+            chosen = chosen | take_top(load_keys(draft, b * stride_d + position, free), by_draft)
+        if HAS_TARGET:
+            chosen = chosen | take_top(load_keys(target, b * stride_t + position, free), budget - sinks - recent)
     rank = tl.cumsum(chosen.to(tl.int32), 0)
     tl.store(candidates + slot * CAPACITY + rank - 1, position, mask=chosen & (rank <= CAPACITY))
     tl.store(num_candidates + slot, tl.sum(chosen.to(tl.int32), 0))
@@ -152,7 +199,7 @@ def _shape(columns: int, budget: int, by_draft: int) -> _Shape:
     """Chunks of BLOCK_COLUMNS, then lists joined while they do not fit one program."""
     if columns <= BLOCK_COLUMNS:
         return _Shape((), 1, 0, power_of_two(columns, 16))
-    capacity = budget + by_draft
+    capacity = budget + budget // SLACK + by_draft + by_draft // SLACK
     # Two lists must fit, or joining would never end: budgets above half a block use a larger one.
     block = max(BLOCK_COLUMNS, power_of_two(2 * capacity))
     if columns <= block:
@@ -251,7 +298,7 @@ def select_tokens(
         candidates_kernel[(programs, batch)](
             target, draft, lengths, workspace.candidates[source], workspace.num_candidates[source],
             workspace.candidates[result], workspace.num_candidates[result], *strides, *quota, lists,
-            BLOCK=shape.block, CAPACITY=shape.capacity, GROUP=group, num_warps=_warps(shape.block), **common,
+            BLOCK=shape.block, CAPACITY=shape.capacity, GROUP=group, SLACK=SLACK, num_warps=_warps(shape.block), **common,
         )  # fmt: skip
         lists = programs
     source = (len(shape.levels) + 1) % 2

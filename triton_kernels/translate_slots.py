@@ -6,16 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .runtime import check_counts, check_tensor
+from .runtime import INTERPRETED, begin_dependent, check_counts, check_tensor
 
 
 @triton.jit
 def translate_slots_kernel(
     indices, counts, lengths, num_tokens, page_table, slots, slot_counts,
     stride_i, stride_pt, stride_s, T,
-    PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of BLOCK slots, sequence)."""
+    begin_dependent(PDL)
     b = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + b)
     fed = tl.minimum(tl.load(num_tokens + b), T)
@@ -69,10 +70,11 @@ def translate_slots(
     check_tensor("slots", slots, (batch, total), (torch.int32,), indices)
     check_counts(batch, indices, slot_counts=slot_counts)
     block = 1024
+    options = {} if INTERPRETED else {"launch_pdl": True}
     translate_slots_kernel[(triton.cdiv(total, block), batch)](
         indices, counts, lengths, num_tokens, page_table, slots, slot_counts,
         indices.stride(0), page_table.stride(0), slots.stride(0), max_tokens,
-        PAGE=page_size, UNIT=block_size, BLOCK=block, num_warps=4,
+        PAGE=page_size, UNIT=block_size, BLOCK=block, PDL=bool(options), num_warps=4, **options,
     )  # fmt: skip
     return slots, slot_counts
 
