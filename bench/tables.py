@@ -1,4 +1,4 @@
-"""README tables from bench/results: each `<!-- table:NAME -->` ... `<!-- end -->` block is written anew."""
+"""Tables of README and docs from bench/results: each `<!-- table:NAME -->` ... `<!-- end -->` block is written anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from bench import rows
 
-README = rows.ROOT / "README.md"
+PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -115,29 +115,64 @@ def attention() -> str:
     return markdown(header, lines) + "\n\n" + note
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "pair": pair, "decode": decode, "attention": attention}
+def summary() -> str:
+    """The README's few lines: one of each kind, at the largest context and batch measured."""
+    everything = rows.read(rows.RESULTS / "cpu.jsonl")
+    speeds = [row for row in everything if row["bench"] == "cpu" and "--dtype" not in row["command"]]
+    largest = max((row["context"], row["batch"]) for row in speeds)
+    cell = {row["mode"]: row for row in speeds if (row["context"], row["batch"]) == largest}
+    peer = max((row for mode, row in cell.items() if mode.startswith("transf")), key=lambda row: row["tokens_per_s"])
+    where = f"{cell['ar']['threads']} cores of a CPU, SmolLM2-135M, {largest[0]} tokens x {largest[1]}"
+    lines = [
+        [f"{where}: `{mode}`", f"{cell[mode]['tokens_per_s']:.0f} tok/s", f"{cell[mode]['ratio']:.2f}x", same]
+        for mode, same in (("auto", "same output"), ("sparse+lookup", "approximate"))
+    ]
+    lines.append([f"the same in transformers ({peer['mode'].partition('-')[2]})", f"{peer['tokens_per_s']:.0f} tok/s",
+                  f"{peer['ratio']:.2f}x", "same output"])  # fmt: skip
+    decoded = [row for row in rows.read(rows.RESULTS / "decode.jsonl") if row.get("ratio") is not None]
+    most = max(row["batch"] for row in decoded)
+    for kind, same in (("exact", "same output"), ("rectified", "approximate"), ("sparse", "approximate")):
+        best = max((row for row in decoded if row["batch"] == most and row["mode"].startswith(kind)), key=lambda row: row["ratio"])
+        where = f"one {best['card'].removeprefix('NVIDIA ')}, Qwen2.5-7B + 0.5B shapes, {best['context']} tokens x {most}: `{kind}`"
+        lines.append([where, f"{best['tokens_per_second']:.0f} tok/s", f"{best['ratio']:.2f}x", same + "; random weights"])
+    attended = next(
+        row for row in rows.read(rows.RESULTS / "attention.jsonl")
+        if (row["shape"], row["context"], row["batch"], row["budget"]) == ("64/8/128, 80 layers", 32768, 16, 512)
+    )  # fmt: skip
+    where = f"one {attended['card'].removeprefix('NVIDIA ')}, attention alone, Qwen2.5-72B's shape, 32768 tokens x 16, budget 512"
+    lines.append([where, f"{attended['round_us'] / 1000:.1f} ms a round", f"{attended['ratio']:.1f}x", "random weights"])
+    return markdown(["", "speed", "against our own plain decoding", "output"], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "cpu": cpu,
+    "pair": pair,
+    "decode": decode,
+    "attention": attention,
+}
 
 
 def regenerate(text: str) -> str:
-    """README text with every table block written anew. Raise ClickException on an unknown name."""
+    """A page's text with every table block written anew. Raise ClickException on an unknown name."""
 
     def block(match: re.Match[str]) -> str:
         name = match.group(1)
         if name not in TABLES:
-            raise click.ClickException(f"README has a table {name!r}, expected one of {', '.join(TABLES)}")
+            raise click.ClickException(f"a page has a table {name!r}, expected one of {', '.join(TABLES)}")
         return f"<!-- table:{name} -->\n{TABLES[name]()}\n<!-- end -->"
 
     return re.sub(r"<!-- table:(\w+) -->.*?<!-- end -->", block, text, flags=re.S)
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Change nothing; exit 1 when the README is not what the rows say.")
+@click.option("--check", is_flag=True, help="Change nothing; exit 1 when a page is not what the rows say.")
 def main(**opts: Any) -> None:
-    """Write the README's tables from bench/results."""
-    old = README.read_text()
-    new = regenerate(old)
-    if opts["check"]:
+    """Write the tables of README and docs from bench/results."""
+    for page in PAGES:
+        old = page.read_text()
+        new = regenerate(old)
+        if opts["check"] and new != old:
+            raise click.ClickException(f"tables of {page.name} are not what bench/results say: run `python -m bench tables`")
         if new != old:
-            raise click.ClickException("README tables are not what bench/results say: run `python -m bench tables`")
-        return
-    README.write_text(new)
+            page.write_text(new)
