@@ -146,14 +146,19 @@ class Case:
         """Query heads that score: one of the first kv head and one of the last."""
         return 0, self.num_heads - 1
 
-    def scored(self) -> np.ndarray:
-        """[B, Nmax] float32: the scores of the first query row of the scoring heads; -inf beyond the lengths."""
+    def scored(self, layers: int = 1) -> np.ndarray:
+        """[B, Nmax] float32: the scores of the first query row of the scoring heads; -inf beyond the lengths.
+
+        With two layers their mean; the second layer's keys are this one's values.
+        """
         from dustin.backends.numpy_reference import ops
         from dustin.interfaces import Tap
 
-        queries = {0: self.q[:, :1, list(self.scoring)].astype(np.float64)}
+        cache = self.cache()
+        cache.keys.append(cache.values[0])
+        queries = {layer: self.q[:, :1, list(self.scoring)].astype(np.float64) for layer in range(layers)}
         options: dict[str, Any] = {"num_heads": self.num_heads, "scale": self.head_dim**-0.5, "softcap": None}
-        found = ops.score(queries, Tap({0: self.scoring}), self.cache(), self.lengths, **options)
+        found = ops.score(queries, Tap(dict.fromkeys(range(layers), self.scoring)), cache, self.lengths, **options)
         return np.pad(found, [(0, 0), (0, self.capacity - found.shape[1])], constant_values=-np.inf)
 
     def selected(self) -> Outputs:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dustin.self_test import TOLERANCE, Case, Check, Outputs, Result, acceptance_inputs
+from dustin.self_test_step import step_checks
 
 _PAGE = 16
 
@@ -33,6 +34,7 @@ def triton_checks() -> Iterator[Check | Result]:
     paged = _Paged(case, device)
     for make in (_triton_attention, _triton_cache, _triton_selection, _triton_acceptance):
         yield from make(paged)
+    yield from step_checks(device)
 
 
 class _Paged:
@@ -175,14 +177,26 @@ def _triton_selection(p: _Paged) -> Iterator[Check]:
 
     case = p.case
 
-    def score() -> Outputs:
-        from dustin.triton_kernels.score_heads import group_heads, score_heads
+    def prepared() -> tuple[Any, Any, Any, Any]:
+        from dustin.triton_kernels.score_heads import group_heads
 
         groups = group_heads(case.scoring, case.num_heads, case.num_kv_heads, p.device)
         scores = torch.zeros(len(case.lengths), case.capacity, device=p.device)
         queries = p.half(np.ascontiguousarray(case.q[:, :1, list(case.scoring)]))
-        one = p.ints([1] * len(case.lengths))
+        return queries, groups, scores, p.ints([1] * len(case.lengths))
+
+    def score() -> Outputs:
+        from dustin.triton_kernels.score_heads import score_heads
+
+        queries, groups, scores, one = prepared()
         return {"scores": _host(score_heads(queries, p.k_pool, p.page_table, p.lengths, groups, scores, num_rows=one))}
+
+    def layers() -> Outputs:
+        from dustin.triton_kernels.score_heads import score_layers
+
+        queries, groups, scores, one = prepared()
+        place = ([queries, queries], [p.k_pool, p.v_pool], p.page_table, p.lengths, [groups, groups], scores)
+        return {"scores": _host(score_layers(*place, num_rows=one, weight=0.5))}
 
     def select() -> Outputs:
         from dustin.triton_kernels.select_tokens import select_tokens
@@ -192,6 +206,7 @@ def _triton_selection(p: _Paged) -> Iterator[Check]:
         return {"indices": _host(indices), "counts": _host(counts)}
 
     yield _triton("score_heads", score, {"scores": case.scored()})
+    yield _triton("score_layers", layers, {"scores": case.scored(2)})
     yield _triton("select_tokens", select, case.selected())
 
 
