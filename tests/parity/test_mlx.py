@@ -125,3 +125,39 @@ def test_model_in_fp32(backend, name, tmp_path):
 def test_model_in_bf16(backend, name, tmp_path):
     """Weights are rounded too, so this only bounds gross errors; fp32 above is the exact test."""
     ModelCheck(backend, to_numpy, write_model(tmp_path / name, FAMILIES[name]), "bfloat16", 4e-2).run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules(backend, tmp_path, seed):
+    """Ragged forwards short and long, sets of every kind, rollbacks and copies, in an order no one chose."""
+    rng = np.random.default_rng(seed)
+    check = ModelCheck(backend, to_numpy, write_model(tmp_path / "model", FAMILIES["qwen3"]), "float32", 1e-5)
+    batch = int(rng.integers(1, 5))
+    mine, its = check.model.new_cache(batch, 120), check.reference.new_cache(batch, 120)
+    for step in range(14):
+        rows = int(rng.choice([1, 2, 5, 16, 17, 30]))
+        counts = [int(rng.integers(0, min(rows, 120 - n) + 1)) for n in its.lengths]
+        if not any(counts):
+            continue
+        sides = (backend, check.oracle)
+        sets = [None, None]
+        kind = rng.choice(["dense", "selected", "extended", "replaced", "by layer"])
+        if kind != "dense" and max(its.lengths):
+            quota = {"budget": int(rng.integers(6, 50)), "num_sink_tokens": 2, "num_recent_tokens": 3, "num_draft_selected": 2}
+            scores = rng.random((2, batch, max(its.lengths))).astype(np.float32)
+            starts = [int(rng.integers(0, n + 1)) for n in its.lengths]
+            taken = rng.random(batch) < 0.5
+            for at, (side, array) in enumerate(zip(sides, (mx.array, np.array), strict=True)):
+                chosen = side.select(array(scores[0]), array(scores[1]), its.lengths, **quota)
+                other = side.extend(side.select(None, None, starts, **quota), starts, its.lengths)
+                made = {"selected": chosen, "extended": other, "replaced": side.replace_set_rows(chosen, other, taken.tolist())}
+                layers = TokenSet(chosen.indices, chosen.counts, (0,), {1: other})
+                sets[at] = made.get(kind, layers)
+        tap = Tap({0: (1,), 2: (0, 5)}, last_row_only=bool(rng.random() < 0.5)) if rng.random() < 0.5 else None
+        logits = str(rng.choice(["all", "last"]))
+        check.step(f"step {step} ({kind}, {counts})", mine, its, counts, sets=sets, tap=tap, logits=logits)
+        if rng.random() < 0.5:
+            check.rollback(mine, its, [int(rng.integers(n // 2, n + 1)) for n in its.lengths])
+        if rng.random() < 0.2:
+            picked = rng.integers(0, batch, batch).tolist()
+            mine, its = mine.take(picked), its.take(picked)
