@@ -1,0 +1,205 @@
+"""One context of the fidelity bench: the traces, the cells replayed on them, and the tasks answered by whole engines."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bench.fidelity_documents import TASKS, Document, suffix
+from dustin.config import EngineOptions, RequestOptions
+from dustin.engine import Engine
+from dustin.generation import Session
+from dustin.interfaces import Tap
+from dustin.reading import continue_greedily, read_prompts
+from dustin.replay import Reading, Replay
+from dustin.scoring import ReadBytes, Scoring, all_heads, full_layers, heuristic
+from dustin.selection import create_selector
+from dustin.selectors.peers import OracleSelector
+from dustin.sequence import Sequence
+from dustin.stats import Stats
+
+ANSWER_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a row is about: selector, scoring heads by name, budget in tokens (0: whatever fits `bytes_of` tokens' bytes)."""
+
+    selector: str
+    heads: str
+    budget: int
+    bytes_of: int = 0
+    top_mass: float | None = None
+
+
+class Pair:
+    """Both models with the documents in their caches, at the longest context; `settle` goes down to a shorter one."""
+
+    def __init__(
+        self, session: Session, documents: list[Document], context: int, room: int, chunk: int, copies: int
+    ) -> None:
+        """Read all documents. There is memory for `copies` sequences more, in the same pool: graphs of a shape serve them too."""
+        self.session, self.documents = session, documents
+        self.chunk = chunk
+        models = [session.target, *([session.draft] if session.draft else [])]
+        self.readings = []
+        for model in models:
+            model.new_cache(len(documents) + copies, context + room)
+            cache = model.new_cache(len(documents), context + room)
+            self.readings.append(Reading(model, cache))
+            read_prompts(
+                session.backend, model, cache, [document.prefix(context) for document in documents],
+                Tap({}), chunk,
+            )  # type: ignore[arg-type] # fmt: skip
+
+    def settle(self, context: int) -> None:
+        """Both caches hold the first `context` tokens of every document."""
+        for reading in self.readings:
+            reading.cache.rollback([context] * len(self.documents))
+
+    @property
+    def draft(self) -> Reading | None:
+        """The draft's reading, where there is a draft."""
+        return self.readings[1] if len(self.readings) > 1 else None
+
+
+def chat_replay(pair: Pair, context: int, tokens: int, gamma: int) -> tuple[Replay, list[list[int]]]:
+    """Documents with a task each, continued by dense attention's own greedy answers; returns those too."""
+    session = pair.session
+    tails = [suffix(session.tokenizer, TASKS[document.kind]) for document in pair.documents]
+    pair.settle(context)
+    prompts = [read_prompts(session.backend, r.model, r.cache, tails, r.tap, pair.chunk) for r in pair.readings]
+    target = pair.readings[0]
+    eos = frozenset(session.tokenizer.eos_ids)  # type: ignore[union-attr]
+    texts, valid = continue_greedily(session.backend, target.model, target.cache, prompts[0].logits, tokens, eos)
+    first = prompts[0]
+    backend: Any = session.backend
+    return Replay(backend, target, pair.draft, texts, gamma, first.last, first.rows, [max(n, 8) for n in valid]), texts
+
+
+def text_replay(pair: Pair, context: int, tokens: int, gamma: int) -> Replay:
+    """Documents read on: the text itself is the continuation."""
+    session = pair.session
+    # The last tokens of the prefix are read again, for their queries.
+    pair.settle(context - 32)
+    tails = [document.tokens[context - 32 : context] for document in pair.documents]
+    prompts = [read_prompts(session.backend, r.model, r.cache, tails, r.tap, pair.chunk) for r in pair.readings]
+    rows = [document.tokens[context : context + tokens] for document in pair.documents]
+    backend: Any = session.backend
+    return Replay(backend, pair.readings[0], pair.draft, rows, gamma, prompts[0].last, prompts[0].rows)
+
+
+def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> Scoring:
+    """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), or one of `profiles`."""
+    target, draft = session.target.spec, session.draft.spec if session.draft else None
+    base = heuristic(target, draft)
+    if name in profiles:
+        return profiles[name]
+    if name == "heuristic":
+        return base
+    if name == "one":
+        layer = min(full_layers(target), key=lambda i: abs(i - 0.65 * (target.num_layers - 1)))
+        return replace(base, target=all_heads(target, [layer]))
+    if name == "mid":
+        taps = [
+            all_heads(spec, [i for i in full_layers(spec) if 0.5 <= i / (spec.num_layers - 1) <= 0.7]) if spec else Tap({})
+            for spec in (target, draft)
+        ]
+        return replace(base, target=taps[0], draft=taps[1])
+    raise ValueError(f"heads are {name!r}, expected heuristic, one, mid or one of {', '.join(profiles)}")
+
+
+def budget_of(cell: Cell, scoring: Scoring, session: Session, context: int) -> int:
+    """The cell's budget, or what the bytes of `bytes_of` tokens leave after scoring (METHOD section 8), in steps of 64."""
+    if not cell.bytes_of:
+        return cell.budget
+    spec = session.target.spec
+    pool = min(scoring.pool, context)
+    tokens = round((context + (scoring.refresh - 1) * pool) / scoring.refresh)
+    left = ReadBytes(spec).tokens(cell.bytes_of) - ReadBytes(spec).scoring(scoring.target, tokens)
+    if session.draft is not None:
+        left -= ReadBytes(session.draft.spec).scoring(scoring.draft, tokens)
+    left -= ReadBytes(spec).layers(len(scoring.dense_layers), context)
+    own = spec.bytes_per_kv_token * (spec.num_layers - len(scoring.dense_layers)) / spec.num_layers
+    return int(left / own) // 64 * 64
+
+
+def replay_cell(replay: Replay, cell: Cell, scoring: Scoring, budget: int, session: Session, **how: Any) -> Any:
+    """`Measured` of one cell. `oracle` is the shared set; `oracle by layer` a set for each layer."""
+    gamma = replay.height - 1
+    spec = session.target.spec
+    name = "oracle" if cell.selector.startswith("oracle") else cell.selector
+    options = EngineOptions(selector=name, budget=budget, num_draft_tokens=gamma, top_mass=cell.top_mass)
+    if cell.selector == "oracle by layer":
+        selector: Any = OracleSelector(cell.selector, options, scoring, full_layers(spec), spec.num_heads, per_layer=True)
+    else:
+        selector = create_selector(options, scoring, spec)
+    return replay.run(selector, scoring.draft, **how)
+
+
+@dataclass
+class Way:
+    """One way to answer the questions: an engine mode with a selector, its scoring heads and budget."""
+
+    label: str
+    mode: str
+    selector: str
+    scoring: Scoring
+    heads: str
+    budget: int
+    scores: list[float] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+
+def answer(pair: Pair, context: int, per_document: int, at_once: int, ways: list[Way], deadline: float) -> list[tuple[int, Any]]:
+    """Every way answers the same questions about the documents' prefixes, from copies of the caches; returns (document, task).
+
+    `at_once` questions are one batch. Ways that the deadline leaves no time for have fewer scores than there are questions.
+    """
+    session = pair.session
+    pair.settle(context)
+    asked = [(d, task) for d, document in enumerate(pair.documents) for task in document.tasks(context, per_document)]
+    for start in range(0, len(asked), at_once):
+        part = asked[start : start + at_once]
+        caches = [reading.cache.take([d for d, _ in part]) for reading in pair.readings]
+        prompts = [[*pair.documents[d].prefix(context), *suffix(session.tokenizer, task.question)] for d, task in part]
+        for way in ways:
+            if time.perf_counter() > deadline:
+                break
+            texts, _ = generate(session, prompts, caches, way, ANSWER_TOKENS, pair.chunk)
+            way.scores += [task.score(text) for (_, task), text in zip(part, texts, strict=True)]
+            for cache in caches:
+                cache.rollback([context] * len(part))
+        del caches
+    return asked
+
+
+def generate(
+    session: Session,
+    prompts: list[list[int]],
+    caches: list[Any],
+    way: Way,
+    tokens: int,
+    chunk: int,
+    ignore_eos: bool = False,
+    **extra: Any,
+) -> tuple[list[str], list[list[int]]]:
+    """Texts and tokens of one greedy batch from caches that hold leading rows of the prompts; counters go to the way's."""
+    drafter = "draft" if session.draft is not None else "lookup"
+    options = EngineOptions(
+        mode=way.mode, drafter=drafter, selector=way.selector, budget=way.budget, prefill_chunk=chunk, lookahead_lag=0, **extra
+    )
+    inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
+    inner._scorings = {("auto", drafter == "draft"): way.scoring}
+    engine = inner.make_engine(Engine, inner.resolve(RequestOptions()), way.stats)
+    if session.draft is not None:
+        engine.drafter.resume(caches[1])  # type: ignore[attr-defined]
+    request = RequestOptions(max_tokens=tokens, ignore_eos=ignore_eos)
+    eos = frozenset(session.tokenizer.eos_ids)  # type: ignore[union-attr]
+    rows = [Sequence(i, prompt, request, tokens, eos, None) for i, prompt in enumerate(prompts)]
+    engine.start(rows, caches[0])
+    while engine.active:
+        engine.step()
+    made = [list(row.generated) for row in rows]
+    return [session.tokenizer.decode(row) for row in made], made  # type: ignore[union-attr]

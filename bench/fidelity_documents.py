@@ -1,0 +1,110 @@
+"""Documents of the fidelity benches: one long text each with tasks planted region by region, so that its prefixes serve too.
+
+A document is read once at the longest context. At every shorter one the caches are rolled back to that prefix: tasks planted
+within it can be asked, and the text goes on after it. Calibration's text (the Python language reference) is none of these.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench import fidelity_tasks, texts
+from dustin.retrieval_heads import chat_frame
+
+# (kind of text, share of the documents): novels and the sea novel most, a speech and code some.
+SOURCES = {
+    "novel": lambda: texts.book("pride_and_prejudice"),
+    "gothic novel": lambda: texts.book("northanger_abbey"),
+    "sea novel": lambda: texts.book("mobydick"),
+    "speech": lambda: texts.book("state_of_the_union_1981"),
+    "code": texts.code,
+}
+ORDER = ("sea novel", "novel", "code", "gothic novel", "sea novel", "novel", "speech", "sea novel")
+TASKS = {
+    "novel": "Summarise the passage above, naming the persons in it and what each of them wants.",
+    "gothic novel": "Describe what happens in the passage above, in order, in your own words.",
+    "sea novel": "Retell the passage above in plain modern English, in order.",
+    "speech": "List the measures that the speech above proposes, with the reason given for each.",
+    "code": "Explain the last functions of the code above, one after the other, and add an example of each.",
+}
+# Planted statements keep this many tokens away from where a region begins: the text track reads on there.
+CLEAR = 320
+
+
+@dataclass
+class Document:
+    """`tokens` from the chat frame's opening on; `planted` lists (first token after its last statement, task)."""
+
+    kind: str
+    tokens: list[int]
+    planted: list[tuple[int, fidelity_tasks.Task]] = field(default_factory=list)
+
+    def prefix(self, context: int) -> list[int]:
+        """The first `context` tokens."""
+        return self.tokens[:context]
+
+    def tasks(self, context: int, count: int) -> list[fidelity_tasks.Task]:
+        """`count` tasks planted within the prefix, those planted last first."""
+        inside = [task for end, task in self.planted if end <= context]
+        return inside[::-1][:count]
+
+
+def make(tokenizer: Any, contexts: list[int], count: int, extra: int, seed: int) -> list[Document]:
+    """`count` documents of the longest context and `extra` tokens more. Raise ValueError where a text is too short for one."""
+    made = []
+    longest = max(contexts) + extra
+    ids = {kind: tokenizer.encode(SOURCES[kind](), add_special_tokens=False) for kind in dict.fromkeys(ORDER[:count])}
+    used = dict.fromkeys(ids, 0)
+    for number in range(count):
+        kind = ORDER[number % len(ORDER)]
+        rng = random.Random(f"{seed} {number} {kind}")
+        source = ids[kind]
+        if len(source) < longest:
+            raise ValueError(f"{kind} has {len(source)} tokens, expected {longest} or more: lower the contexts")
+        # Passages of one text do not overlap while it lasts.
+        start = used[kind] % max(1, len(source) - longest)
+        used[kind] += longest
+        made.append(_document(tokenizer, kind, source[start : start + longest], sorted(contexts), longest, rng))
+    return made
+
+
+def _document(
+    tokenizer: Any, kind: str, body: list[int], contexts: list[int], longest: int, rng: random.Random
+) -> Document:
+    opening, _ = chat_frame(tokenizer, "")
+    words = fidelity_tasks.key_words(rng)
+    items: list[tuple[int, list[int]]] = []
+    ends: list[tuple[int, fidelity_tasks.Task]] = []
+    before = 0
+    for context in contexts:
+        names = [*fidelity_tasks.KINDS, "single"] if context == contexts[-1] else list(fidelity_tasks.KINDS)
+        for name in names:
+            if len(words) < 5:
+                words = fidelity_tasks.key_words(rng)
+            task = fidelity_tasks.make(name, rng, words)
+            # Statements lie anywhere in the region; what is planted moves the text on by less than the clear zone.
+            low, high = before + CLEAR, context - CLEAR - 60 * len(items) // 4
+            places = sorted(rng.sample(range(low, max(high, low + 8)), len(task.statements)))
+            for at, statement in zip(places, task.statements, strict=True):
+                items.append((_sentence_end(tokenizer, body, at), tokenizer.encode(f" {statement}\n", add_special_tokens=False)))
+            ends.append((context, task))
+        before = context
+    tokens = [*opening, *fidelity_tasks.planted(body, items)][:longest]
+    rng.shuffle(ends)
+    ends.sort(key=lambda item: item[0])
+    return Document(kind, tokens, ends)
+
+
+def _sentence_end(tokenizer: Any, body: list[int], at: int) -> int:
+    """The next place after a full stop or line break within 60 tokens of `at`, else `at`."""
+    for i in range(at, min(at + 60, len(body))):
+        if tokenizer.token_bytes(body[i]).rstrip(b" ").endswith((b".", b"\n")):
+            return i + 1
+    return at
+
+
+def suffix(tokenizer: Any, question: str) -> list[int]:
+    """What follows a document's prefix when `question` is asked about it."""
+    return chat_frame(tokenizer, question)[1]
