@@ -166,6 +166,10 @@ class MlxBackend:
         """See Measures.set_mass."""
         return set_ops.set_mass(token_set, scores)
 
+    def set_sizes(self, token_set: TokenSet) -> list[int]:
+        """See Measures.set_sizes."""
+        return token_set.counts.tolist()
+
     def narrow_queries(self, queries: Mapping[int, mx.array], have: Tap, want: Tap) -> Mapping[int, mx.array]:
         """See Measures.narrow_queries."""
         return {layer: queries[layer][:, :, mx.array(list(at), mx.int32)] for layer, at in have.places(want).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import sys
 import threading
@@ -18,8 +19,10 @@ if any(importlib.util.find_spec(module) is None for module in ("mlx", "mlx_lm", 
 
 import mlx.core as mx
 
-from dustin import registry
+from dustin import interfaces, registry
 from dustin.backends.mlx_metal.backend import MlxBackend, create
+from dustin.backends.mlx_metal.cache import MlxCache
+from dustin.backends.mlx_metal.model import MlxModel
 from dustin.errors import MemoryLimitError, ModelError, UsageError
 from dustin.interfaces import Tap, TokenSet
 from dustin.metal_kernels.gate import Gate
@@ -176,6 +179,19 @@ def test_rows_that_take_no_part(backend, llama):
     nothing = llama.forward(backend.tokens([[], [], []]), [0, 0, 0], cache, tap=tap, logits="last")
     assert nothing.logits.shape == (3, 1, 67) and nothing.queries[1].shape == (3, 0, 2, 16)
     assert llama.forward(backend.tokens([[1]] * 3), [1] * 3, cache, logits="none").logits is None
+
+
+MADE = {"Backend": MlxBackend, "Measures": MlxBackend, "Model": MlxModel, "KVCache": MlxCache}
+
+
+@pytest.mark.parametrize(("protocol", "made"), [(getattr(interfaces, name), made) for name, made in MADE.items()])
+def test_every_method_of_the_protocols_is_there(protocol, made):
+    """With the same parameters: the engine calls them by name."""
+    for name, method in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        want = list(inspect.signature(method).parameters)
+        assert list(inspect.signature(getattr(made, name)).parameters)[: len(want)] == want, name
 
 
 # Sets.
