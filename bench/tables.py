@@ -144,7 +144,30 @@ def summary() -> str:
     return markdown(["", "speed", "against our own plain decoding", "output"], lines)
 
 
+def mlx_cuda() -> str:
+    """MLX's array path on an NVIDIA GPU, and the Triton kernels' row of the same shape."""
+    made = rows.read(rows.RESULTS / "mlx_cuda.jsonl")
+    lines = []
+    for row in made:
+        where = f"{row['shape']}, {row['layers']} layers" if row["kind"] == "attention" else row["model"]
+        times = row["ms_per_layer"] if row["kind"] == "attention" else row["ms_per_round"]
+        what = "attention, ms a layer" if row["kind"] == "attention" else "whole round, ms"
+        dense = min((name for name in times if not name.startswith(("sparse", "plain"))), key=times.__getitem__)
+        sparse = ", ".join(f"{ms:.3g} (k={name.split()[1]})" for name, ms in times.items() if name.startswith("sparse"))
+        ratio = ", ".join(f"{x:.2f}x (k={k})" for k, x in row["ratio"].items())
+        cells = [where, f"{row['context']} x {row['batch']}", str(row["query_rows"]), what, f"{times[dense]:.3g} ({dense})"]
+        lines.append([*cells, sparse, ratio])
+    header = ["model or Hq/Hkv/D", "context x batch", "rows", "what", "best dense", "sparse", "ratio, selection included"]
+    first = made[0]
+    note = (
+        f"{first['what']}. {first['card']}, MLX {first['mlx']}, random weights and caches, {first['dtype']}; "
+        f"`{first['command']}` at {first['commit']}."
+    )
+    return markdown(header, lines) + "\n\n" + note
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "mlx_cuda": mlx_cuda,
     "summary": summary,
     "cpu": cpu,
     "pair": pair,

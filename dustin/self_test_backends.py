@@ -7,6 +7,7 @@ when a function runs.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import tempfile
 import time
@@ -235,6 +236,8 @@ def _torch_to_numpy(x: Any) -> np.ndarray:
 
 def mlx_checks() -> Iterator[About | Check | Result]:
     """The MLX backend, MLX's BLAS, and the Metal kernels (or the array path where Metal is absent)."""
+    # On CUDA MLX multiplies float32 in TF32 unless told otherwise: a thousandth off, which would hide what is wrong here.
+    os.environ["MLX_ENABLE_TF32"] = "0"
     try:
         import mlx.core as mx
     except (ImportError, OSError) as error:
