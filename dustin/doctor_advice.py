@@ -66,8 +66,8 @@ def _blas(found: dict[str, Any]) -> Iterator[str]:
     if blas and blas["mlx_gflops"] < _SLOW_SHARE * blas["numpy_gflops"]:
         yield (
             f"MLX's BLAS is slow on this CPU ({blas['mlx_gflops']:g} GFLOP/s where numpy's reaches {blas['numpy_gflops']:g}): "
-            "use --backend torch here. For MLX's sake put a fast BLAS before its own: apt install libopenblas0-pthread, "
-            "then LD_PRELOAD=libopenblas.so.0 dustin ..."
+            "use --backend torch here. For MLX's sake install a fast one, which the backend loads before MLX's own: "
+            "apt install libopenblas0-pthread"
         )
 
 

@@ -6,6 +6,7 @@ when a function runs.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -239,6 +240,8 @@ def mlx_checks() -> Iterator[About | Check | Result]:
     # On CUDA MLX multiplies float32 in TF32 unless told otherwise: a thousandth off, which would hide what is wrong here.
     os.environ["MLX_ENABLE_TF32"] = "0"
     try:
+        # First: it puts a fast BLAS before MLX's own where the system has one.
+        importlib.import_module("dustin.backends.mlx_metal")
         import mlx.core as mx
     except (ImportError, OSError) as error:
         yield about(False, reason=last_line(error))
