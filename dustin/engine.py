@@ -31,7 +31,7 @@ from dustin.interfaces import (
     Verdict,
     WarpBatch,
 )
-from dustin.planning import AutoPlanner
+from dustin.planning import AutoPlanner, Look, Plan
 from dustin.prefill import prefill
 from dustin.scoring import ReadBytes
 from dustin.sequence import Event, Sequence
@@ -47,7 +47,7 @@ class Engine:
 
     Modes (METHOD section 7): `ar`, `dense` (classic speculation), `sparse` (the paper), `rectified` (sparse, and every
     `rectify_interval` tokens the newest rows are computed again densely), `exact` (sparse rounds propose a block, one dense
-    pass checks it), `auto` (a planner picks `ar` or `dense` per round).
+    pass checks it), `auto` (a planner picks `ar`, `dense` or `exact`, drafts and block, per round).
     """
 
     def __init__(
@@ -71,7 +71,11 @@ class Engine:
         self.stats = stats
         self.rows: list[Sequence] = []
         self.cache: KVCache | None = None
-        self.planner = AutoPlanner(target.spec, drafter.name, options.budget) if options.mode == "auto" else None
+        self.planner: AutoPlanner | None = None
+        if options.mode == "auto":
+            self.planner = AutoPlanner(target.spec, drafter.name, options.budget, options.num_draft_tokens, options.exact_block)
+        self._chosen = Plan(options.mode, options.num_draft_tokens, options.exact_block)
+        self._looks: list[Look] = []
         self._history: Queries | None = None
         self._prompt: Queries | None = None
         self._lagged: Queries | None = None
@@ -130,11 +134,12 @@ class Engine:
     def step(self) -> list[Event]:
         """One round (in mode exact: one checked block) for all active rows; the committed tokens as events."""
         began = time.perf_counter()
-        mode = self.options.mode
+        self._chosen = Plan(self.options.mode, self.options.num_draft_tokens, self.options.exact_block)
         if self.planner is not None:
-            mode = self.planner.choose([row.committed for row in self.rows if row.active])
+            self._chosen = self.planner.choose([row.committed for row in self.rows if row.active])
+        mode = self._chosen.mode
         self.stats.mode_rounds[mode] += 1
-        before = self.stats.generated_tokens
+        self._looks = []
         if mode == "exact":
             events = self._exact_block()
         else:
@@ -144,21 +149,33 @@ class Engine:
         elapsed = time.perf_counter() - began
         self.stats.decode_seconds += elapsed
         if self.planner is not None:
-            self.planner.record(mode, self.stats.generated_tokens - before, elapsed)
+            self.planner.record(self._looks, elapsed)
+            if not self.active or self.stats.rounds % 16 == 0:
+                self.stats.plan = self.planner.as_dict()
         return events
 
     # One round.
 
     def _round(self, mode: str) -> list[Event]:
+        began = time.perf_counter()
         taking = {row.row for row in self.rows if row.active}
         sparse = mode not in ("ar", "dense")
+        planned = 0 if mode == "ar" else self._chosen.num_draft_tokens
         choosing = sparse or (mode == "dense" and self._drafts_sparsely())
-        drafts = self._draft(taking, 0 if mode == "ar" else self.options.num_draft_tokens, choosing)
+        drafts = self._draft(taking, planned, choosing)
         token_set = self._select(drafts, taking) if choosing else None
         out = self._verify(drafts, taking, token_set if sparse else None)
         verdict = self._judge(drafts, out)
         self._remember_history(out, verdict, taking)
-        return self._commit(drafts, self._read(verdict, out), taking, dense=not sparse)
+        host = self._read(verdict, out)
+        self._look("dense" if planned else "plain", planned, host, taking, began)
+        return self._commit(drafts, host, taking, dense=not sparse)
+
+    def _look(self, kind: str, planned: int, host: HostVerdict, taking: set[int], began: float) -> None:
+        """What the planner learns of a round; rows near their last token, which may not draft as planned, tell nothing."""
+        free = [row.row for row in self.rows if row.row in taking and row.remaining > planned]
+        if self.planner is not None and free:
+            self._looks.append(Look(kind, planned, [host.num_accepted[b] for b in free], time.perf_counter() - began))
 
     def _drafts_sparsely(self) -> bool:
         """Whether a set is chosen for the draft of a dense round alone: where reading all of its KV costs more than the scores.
@@ -328,11 +345,13 @@ class Engine:
 
     def _propose_provisionally(self, proposing: set[int], judged_by: list[list[tuple[Array, int]]]) -> set[int]:
         """One sparse round whose tokens stay provisional; returns the rows that want another."""
-        drafts = self._draft(proposing, self.options.num_draft_tokens, True)
+        began = time.perf_counter()
+        drafts = self._draft(proposing, self._chosen.num_draft_tokens, True)
         out = self._verify(drafts, proposing, self._select(drafts, proposing))
         verdict = self._judge(drafts, out)
         self._remember_history(out, verdict, proposing)
         host = self.backend.read(verdict)
+        self._look("sparse", self._chosen.num_draft_tokens, host, proposing, began)
         going = set()
         for row in self.rows:
             if row.row not in proposing:
@@ -343,17 +362,18 @@ class Engine:
             accepted = host.num_accepted[row.row]
             self.stats.count_round(drafts.num_drafts[row.row], accepted)
             row.stats.count_round(drafts.num_drafts[row.row], accepted)
-            room = min(row.remaining - 1, self.options.exact_block - (len(row.tokens) - row.committed))
+            room = min(row.remaining - 1, self._chosen.exact_block - (len(row.tokens) - row.committed))
             tokens = host.tokens[row.row][: accepted + 1][:room]
             if verdict.probabilities is not None:
                 judged_by[row.row] += [(verdict.probabilities, i) for i in range(len(tokens))]
             open_end = row.extend_provisionally(tokens)
-            if open_end and row.remaining > 1 and len(row.tokens) - row.committed < self.options.exact_block:
+            if open_end and row.remaining > 1 and len(row.tokens) - row.committed < self._chosen.exact_block:
                 going.add(row.row)
         self._roll_back()
         return going
 
     def _dense_check(self, provisional: list[list[int]], judged_by: list[list[tuple[Array, int]]]) -> list[Event]:
+        began = time.perf_counter()
         counts = tuple(len(tokens) for tokens in provisional)
         backend = self.backend
         probabilities = None
@@ -370,6 +390,9 @@ class Engine:
         verdict = self.rule.judge(backend, drafts, out.logits, self.warp, self._penalty_context(), accept, final)
         self._remember_history(out, verdict, taking)
         host = self._read(verdict, out)
+        if self.planner is not None and any(counts):
+            kept, offered = [host.num_accepted[b] for b in taking], [counts[b] for b in taking]
+            self._looks.append(Look("check", self._chosen.num_draft_tokens, kept, time.perf_counter() - began, offered))
         self.stats.dense_checks += len(taking)
         self.stats.checked_tokens += sum(counts)
         self.stats.check_accepted_tokens += sum(host.num_accepted[b] for b in taking)

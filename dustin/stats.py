@@ -12,7 +12,7 @@ class Stats:
     """Counters of one batch; times in seconds, KV traffic in bytes (of the target's cache unless said otherwise).
 
     `kv_bytes_dense` is what plain decoding of the emitted tokens would have read. `mode_rounds` counts rounds by the mode
-    they ran in (what `auto` decided).
+    they ran in (what `auto` decided); `plan` has its last decision and the numbers behind it (see `AutoPlanner.as_dict`).
     """
 
     mode: str = ""
@@ -41,6 +41,7 @@ class Stats:
     draft_kv_bytes_read: int = 0
     peak_memory_bytes: int = 0
     mode_rounds: Counter[str] = field(default_factory=Counter)
+    plan: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def count_round(self, num_drafts: int, num_accepted: int) -> None:
@@ -90,6 +91,9 @@ class Stats:
         if self.mode == "auto":
             how += " (" + ", ".join(f"{mode} {count}" for mode, count in self.mode_rounds.most_common()) + " rounds)"
         lines.append(f"{how}, drafter {self.drafter}, selector {self.selector}")
+        if self.plan:
+            speeds = ", ".join(f"{text}: {speed:.1f}" for text, speed in self.plan["forecast_tokens_per_s"].items())
+            lines.append(f"auto: last plan {self.plan['plan']}" + (f"; tokens/s of a row it expects of {speeds}" if speeds else ""))
         if self.scoring:
             lines.append(f"scoring heads: {self.scoring}")
         if self.drafted:

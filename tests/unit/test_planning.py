@@ -1,0 +1,236 @@
+"""The planner of mode auto against simulated machines and texts: what it chooses, and what choosing cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from dustin.interfaces import ModelSpec
+from dustin.planning import Acceptance, AutoPlanner, Clock, Look, Plan
+
+SPEC = ModelSpec("t", "x", 4, 4, 2, 8, 100, 100_000, "float32", "f", bytes_per_kv_token=1, weight_bytes=1)
+BUDGET = 1024
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of one plain step, one draft step, each more verified row, a sparse step, as shares of a plain step."""
+
+    draft: float = 0.1
+    row: float = 0.05
+    sparse: float = 0.4
+    plain: float = 0.02
+    noise: float = 0.03
+    warm_up: float = 20.0
+
+    def dense_round(self, drafts: int) -> float:
+        return self.plain * (1 + (self.draft + self.row) * drafts)
+
+    def sparse_round(self, drafts: int) -> float:
+        return self.plain * (self.sparse + (self.draft + self.row) * drafts)
+
+    def check(self, tokens: int) -> float:
+        return self.plain * (1 + self.row * tokens)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Chance that a draft is kept, and that a sparse token survives the dense check."""
+
+    alpha: float
+    beta: float
+
+
+def expected_rate(plan: Plan, machine: Machine, text: Text, rng: np.random.Generator) -> float:
+    """Tokens a second of one row under a fixed plan, without noise: exact up to how many sparse rounds fill a block."""
+    n = plan.num_draft_tokens
+    if plan.mode == "ar":
+        return 1 / machine.plain
+    if plan.mode == "dense":
+        return sum(text.alpha**i for i in range(n + 1)) / machine.dense_round(n)
+    rounds = float(np.mean([sparse_rounds(text.alpha, n, plan.exact_block, rng) for _ in range(40)]))
+    tokens = sum(text.beta**i for i in range(plan.exact_block + 1))
+    return tokens / (rounds * machine.sparse_round(n) + machine.check(plan.exact_block))
+
+
+def sparse_rounds(alpha: float, drafts: int, block: int, rng: np.random.Generator) -> int:
+    rounds = have = 0
+    while have < block:
+        have, rounds = have + kept(alpha, drafts, rng) + 1, rounds + 1
+    return rounds
+
+
+def kept(chance: float, most: int, rng: np.random.Generator) -> int:
+    return int(np.argmin([*(rng.random(most) < chance), False]))
+
+
+def play(
+    plan: Plan, machine: Machine, text: Text, rows: int, rng: np.random.Generator, warm: set[tuple[str, int]]
+) -> tuple[list[Look], float, float]:
+    """One round or block: looks, tokens of a row on average, seconds."""
+
+    def clock(kind: str, size: int, seconds: float) -> float:
+        first = machine.warm_up if (kind, size) not in warm else 1.0
+        warm.add((kind, size))
+        return seconds * first * float(np.exp(machine.noise * rng.standard_normal()))
+
+    if plan.mode == "ar":
+        seconds = clock("plain", 0, machine.plain)
+        return [Look("plain", 0, [0] * rows, seconds)], 1.0, seconds
+    n = plan.num_draft_tokens
+    if plan.mode == "dense":
+        accepted = [kept(text.alpha, n, rng) for _ in range(rows)]
+        seconds = clock("dense", n, machine.dense_round(n))
+        return [Look("dense", n, accepted, seconds)], 1 + float(np.mean(accepted)), seconds
+    looks = []
+    have = [0] * rows
+    while min(have) < plan.exact_block:
+        going = [b for b in range(rows) if have[b] < plan.exact_block]
+        accepted = [kept(text.alpha, n, rng) for _ in going]
+        for b, a in zip(going, accepted, strict=True):
+            have[b] = min(plan.exact_block, have[b] + a + 1)
+        looks.append(Look("sparse", n, accepted, clock("sparse", n, machine.sparse_round(n))))
+    survived = [kept(text.beta, plan.exact_block, rng) for _ in range(rows)]
+    looks.append(
+        Look("check", n, survived, clock("check", plan.exact_block, machine.check(plan.exact_block)), [plan.exact_block] * rows)
+    )
+    return looks, 1 + float(np.mean(survived)), sum(look.seconds for look in looks)
+
+
+def drive(
+    planner: AutoPlanner, machine: Machine, text_at: Callable[[float], Text], tokens: int, seed: int, rows: int = 1
+) -> Iterator[tuple[Plan, float, float]]:
+    """Run until a row has `tokens` tokens: each round's plan, tokens and seconds."""
+    rng = np.random.default_rng(seed)
+    warm: set[tuple[str, int]] = set()
+    done = 0.0
+    while done < tokens:
+        plan = planner.choose([32_000] * rows)
+        looks, brought, seconds = play(plan, machine, text_at(done), rows, rng, warm)
+        planner.record(looks, seconds)
+        done += brought
+        yield plan, brought, seconds
+
+
+MACHINES = {
+    f"draft {d}, row {r}, sparse {s}": Machine(draft=d, row=r, sparse=s)
+    for d, r, s in [*itertools.product((0.02, 0.3), (0.01, 0.2), (0.15, 0.95)), (0.1, 0.03, 0.4)]
+}
+TEXTS = [Text(a, b) for a, b in itertools.product((0.2, 0.6, 0.9), (0.85, 0.98))]
+
+
+def candidates(drafter: str = "draft") -> list[Plan]:
+    return AutoPlanner(SPEC, drafter, BUDGET)._plans([32_000])
+
+
+def fastest(machine: Machine, text: Text) -> tuple[Plan, float, dict[Plan, float]]:
+    rates = {plan: expected_rate(plan, machine, text, np.random.default_rng(0)) for plan in candidates()}
+    best = max(rates, key=lambda plan: rates[plan])
+    return best, rates[best], rates
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_chosen_plan_is_within_five_percent_of_the_best_fixed_one(name: str) -> None:
+    machine, failures = MACHINES[name], []
+    for i, text in enumerate(TEXTS):
+        best, speed, rates = fastest(machine, text)
+        run = list(drive(AutoPlanner(SPEC, "draft", BUDGET), machine, lambda _, text=text: text, 1500, seed=i))
+        # Once settled: each plan's true speed, by the time spent in it.
+        late = run[len(run) // 2 :]
+        time = {plan: sum(n for p, n, _ in late if p == plan) / rates[plan] for plan in {p for p, _, _ in late}}
+        chosen = max(time, key=lambda plan: time[plan])
+        if rates[chosen] < 0.95 * speed:
+            failures.append(f"{text}: {chosen} ({rates[chosen]:.1f}), best {best} ({speed:.1f})")
+        # Looks at other plans included.
+        share = sum(t * rates[plan] for plan, t in time.items()) / sum(time.values()) / speed
+        if share < 0.92:
+            failures.append(f"{text}: {share:.3f} of the best with all looks")
+    assert not failures, "\n".join(failures)
+
+
+def test_a_planner_that_never_learns_would_fail_the_test_above() -> None:
+    machine = MACHINES["draft 0.3, row 0.2, sparse 0.95"]
+    _, speed, rates = fastest(machine, TEXTS[0])
+    assert rates[Plan("dense", 5)] < 0.7 * speed
+
+
+@pytest.mark.parametrize("drafter", ["draft", "lookup", "self"])
+def test_regret_is_bounded_when_the_text_changes_midway(drafter: str) -> None:
+    machine = Machine(draft=0.05, row=0.03, sparse=0.95, warm_up=2.0)
+    easy, hard = Text(0.95, 0.9), Text(0.05, 0.6)
+    for order in ((easy, hard, easy), (hard, easy, hard)):
+        planner = AutoPlanner(SPEC, drafter, BUDGET)
+        run = list(drive(planner, machine, lambda done, order=order: order[min(2, int(done // 500))], 1500, seed=3))
+        settled = run[20:]
+        spent = sum(seconds for _, _, seconds in settled)
+        done, ideal = sum(n for _, n, _ in run[:20]), 0.0
+        speeds = [fastest(machine, text)[1] for text in order]
+        for _, tokens, _ in settled:
+            ideal += tokens / speeds[min(2, int(done // 500))]
+            done += tokens
+        # Against one that knows the text in advance: what looking and noticing costs, warm-up of new sizes included.
+        assert spent < 1.35 * ideal
+        always = min(
+            sum(500 / expected_rate(plan, machine, text, np.random.default_rng(0)) for text in order)
+            for plan in (Plan("ar"), Plan("dense", 5))
+        )
+        assert spent < 1.15 * always
+
+
+def test_a_batch_is_planned_by_its_slowest_row() -> None:
+    machine, text = Machine(draft=0.05, row=0.02, sparse=0.15), Text(0.7, 0.97)
+    planner = AutoPlanner(SPEC, "draft", BUDGET)
+    list(drive(planner, machine, lambda _: text, 400, seed=1, rows=8))
+    assert planner.as_dict()["plan"].startswith("exact")
+    assert planner.habits.rounds_factor > 1.1
+
+
+def test_short_contexts_are_never_planned_sparse_and_small_caches_stay_plain() -> None:
+    planner = AutoPlanner(SPEC, "draft", BUDGET)
+    assert all(plan.mode != "exact" for plan in planner._plans([1500, 40_000]))
+    light = AutoPlanner(replace(SPEC, weight_bytes=10**9), "lookup", BUDGET)
+    assert {light.choose([500]) for _ in range(20)} == {Plan("ar")}
+
+
+def test_a_later_run_starts_from_what_is_known() -> None:
+    machine, text = Machine(), Text(0.9, 0.9)
+    first = AutoPlanner(SPEC, "draft", BUDGET)
+    list(drive(first, machine, lambda _: text, 300, seed=1))
+    second = AutoPlanner(SPEC, "draft", BUDGET)
+    second.prices = first.prices
+    assert second.choose([32_000]).mode == "dense"
+    other = AutoPlanner(SPEC, "draft", BUDGET)
+    other.prices = first.prices
+    # Another batch: prices are the neighbour's until there are own ones.
+    assert other.choose([32_000] * 4).mode == "dense"
+
+
+def test_acceptance_is_counted_by_position_and_fades() -> None:
+    seen = Acceptance()
+    for _ in range(300):
+        seen.observe([2, 2], 5)
+    rates = seen.rates(5)
+    assert rates[0] > 0.95 and rates[1] > 0.95 and rates[2] < 0.1
+    assert seen.tokens(5) == pytest.approx(3, abs=0.2)
+    for _ in range(300):
+        seen.observe([0], 5)
+    assert seen.rates(1)[0] < 0.1
+
+
+def test_the_first_measurement_is_an_upper_bound_only() -> None:
+    clock = Clock()
+    clock.observe(4, 9.0)
+    assert clock.seconds(4, 1.0) == 9.0
+    clock.observe(8, 99.0)
+    clock.observe(4, 3.0)
+    assert clock.seconds(4, 1.0) == 3.0
+    assert clock.seconds(2, 1.0) == pytest.approx(2.0)
+    assert clock.seconds(8, 1.0) == pytest.approx(5.0)
+    for _ in range(8):
+        clock.observe(4, 3.0)
+    clock.observe(4, 50.0)
+    assert clock.seconds(4, 1.0) == pytest.approx(3.0)
