@@ -1,0 +1,77 @@
+"""The engine under a planner: any sequence of plans gives plain greedy tokens, and what it reports is what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from dustin.config import EngineOptions, RequestOptions, SamplingOptions
+from dustin.planning import AutoPlanner, Look, Plan
+from tests.unit.engine_helpers import PATTERNS, VOCAB, ScriptedDrafter, greedy, make_engine, run, target
+
+PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, VOCAB, n)) for i, n in enumerate((61, 23, 47))]
+OPTIONS = EngineOptions(mode="auto", budget=12, num_sink_tokens=2, num_recent_tokens=4, num_draft_tokens=5, exact_block=16)
+PLANS = (Plan("ar"), Plan("dense", 1), Plan("dense", 5), Plan("exact", 0, 8), Plan("exact", 3, 16), Plan("exact", 5, 8))
+
+
+class RandomPlanner(AutoPlanner):
+    """Any plan, any round; keeps what it is told."""
+
+    def __init__(self, drafter: str, seed: int) -> None:
+        super().__init__(target().spec, drafter, OPTIONS.budget, OPTIONS.num_draft_tokens, OPTIONS.exact_block)
+        self._rng = np.random.default_rng(seed)
+        self.told: list[tuple[Plan, list[Look]]] = []
+
+    def choose(self, lengths: Sequence[int]) -> Plan:
+        self._plan = PLANS[self._rng.integers(len(PLANS))]
+        return self._plan
+
+    def record(self, looks: Sequence[Look], seconds: float) -> None:
+        self.told.append((self._plan, list(looks)))
+        super().record(looks, seconds)
+
+
+@pytest.mark.parametrize("drafter", ["draft", "lookup", *PATTERNS])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_plans_give_plain_greedy_tokens(drafter: str, seed: int) -> None:
+    engine = make_engine(OPTIONS, ScriptedDrafter(PATTERNS[drafter], 80) if drafter in PATTERNS else drafter)
+    engine.planner = planner = RandomPlanner(engine.drafter.name, seed)
+    rows, _ = run(engine, PROMPTS, RequestOptions(max_tokens=60))
+    assert [tuple(row.generated) for row in rows] == [greedy(prompt, 60) for prompt in PROMPTS]
+    for plan, looks in planner.told:
+        kinds = [look.kind for look in looks]
+        if plan.mode == "exact":
+            assert set(kinds) <= {"sparse", "check"} and kinds.count("check") <= 1
+        else:
+            assert set(kinds) <= {"plain" if plan.mode == "ar" else "dense"} and len(kinds) <= 1
+        for look in looks:
+            assert look.seconds > 0
+            if look.kind == "check":
+                assert all(kept <= offered <= plan.exact_block for kept, offered in zip(look.accepted, look.offered, strict=True))
+            else:
+                assert look.planned == plan.num_draft_tokens and all(kept <= look.planned for kept in look.accepted)
+    if drafter == "all":
+        full = [look for _, looks in planner.told for look in looks if look.kind == "dense"]
+        assert full and all(kept == look.planned for look in full for kept in look.accepted)
+
+
+def test_the_decision_and_its_numbers_are_in_the_stats() -> None:
+    engine = make_engine(OPTIONS, "draft")
+    run(engine, PROMPTS, RequestOptions(max_tokens=40))
+    plan = engine.stats.plan
+    assert plan["plan"] and plan["round_ms"]["plain"]["0"] > 0
+    assert any(line.startswith("auto: last plan") for line in engine.stats.summary_lines())
+    assert set(engine.stats.mode_rounds) <= {"ar", "dense", "exact"}
+
+
+def test_samples_of_a_seed_repeat_in_mode_auto() -> None:
+    request = RequestOptions(max_tokens=25, sampling=SamplingOptions(temperature=0.9, seed=4))
+    texts = set()
+    for _ in range(2):
+        engine = make_engine(OPTIONS, "draft")
+        rows, _ = run(engine, PROMPTS, request)
+        assert engine.planner is None
+        texts.add(tuple(tuple(row.generated) for row in rows))
+    assert len(texts) == 1
