@@ -67,7 +67,7 @@ def test_a_wrong_kernel_is_reported(tmp_path: Path) -> None:
     done = run(tmp_path, site=wrong("dustin.metal_kernels.fallback", "dense_verify", "return original(*args, **options) * 1.01"))
     assert done.returncode == 1
     assert "mlx array path: FAILED: dense_verify: out is off by 0.01 relative RMS, allowed 1e-05" in done.stdout
-    assert "checks of mlx array path failed: do not trust its answers" in done.stdout
+    assert "checks of mlx array path" in done.stdout and "failed: do not trust its answers" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("not ok")
 
 
@@ -153,7 +153,7 @@ def test_nothing_to_do() -> None:
             {"system": ["Darwin", "arm64"], "packages": {"mlx": "1", "mlx-lm": "1"}, "mlx": {"devices": ["cpu"], "metal": False}},
             "MLX finds no Metal device",
         ),
-        ({"mlx": {"blas": {"mlx_gflops": 5.0, "numpy_gflops": 100.0}}}, "MLX's BLAS is slow on this CPU (5 GFLOP/s where numpy's"),
+        ({"mlx": {"blas": {"library": "x", "mlx_gflops": 5.0, "numpy_gflops": 100.0}}}, "MLX's BLAS is slow on this CPU (5 GFLOP/s, numpy's 100)"),
         ({"cache": {"writable": False}}, "set DUSTIN_CACHE"),
     ],
 )
@@ -162,8 +162,18 @@ def test_advice(changes: dict[str, Any], words: str) -> None:
     assert words in line
 
 
-def test_a_fast_blas_needs_no_word() -> None:
-    assert advice(found(mlx={"blas": {"mlx_gflops": 90.0, "numpy_gflops": 100.0}})) == []
+@pytest.mark.parametrize(
+    ("library", "speeds", "slow"),
+    [
+        ("libopenblas.so.0, libblas-1.so.3", (90.0, 100.0), False),
+        ("libopenblas.so.0", (5.0, 100.0), True),
+        # A busy machine slows numpy's many threads more than MLX's one: the reference library is known by its name.
+        ("libblas-1.so.3.10.0", (5.0, 4.0), True),
+    ],
+)
+def test_a_fast_blas_needs_no_word(library: str, speeds: tuple[float, float], slow: bool) -> None:
+    blas = {"library": library, "mlx_gflops": speeds[0], "numpy_gflops": speeds[1]}
+    assert bool(advice(found(mlx={"blas": blas}))) == slow
 
 
 def test_verdict() -> None:
