@@ -180,6 +180,8 @@ def chat(ctx: click.Context, **values: Any) -> int:
     from dustin.generation import load
 
     loading = {name: values[name] for name in ("backend", "device", "dtype")}
+    if sys.stderr.isatty():
+        note(f"loading {values['model']} ...")
     session = load(values["model"], values["draft_model"], options=options, **loading)
     if session.tokenizer is None or session.tokenizer.chat_template is None:
         raise UsageError(f"{values['model']} has no chat template: use `dustin generate --raw`")

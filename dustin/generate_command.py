@@ -59,6 +59,8 @@ def generate(ctx: click.Context, **values: Any) -> None:
     from dustin.generation import load
 
     loading = {name: values[name] for name in ("backend", "device", "dtype")}
+    if sys.stderr.isatty():
+        note(f"loading {values['model']} ...")
     session = load(values["model"], values["draft_model"], options=options, **loading)
     if values["verbose"]:
         note(f"model: {session.target.spec}")

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"dustin": "dustin"} | {name: f"dustin/{name}" for name in ("backends", "triton_kernels", "metal_kernels")}
-BUILT = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "constraints.txt", "tests", "bench", *FOLDERS)
+BUILT = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "constraints.txt", "tests", "bench", "docs", *FOLDERS)
 
 
 def copy(target: Path) -> Path:
@@ -78,6 +78,7 @@ def test_the_sdist_can_be_tested(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = {"tests/test_packaging.py", "bench/rows.py", "constraints.txt", "dustin/cli.py", "backends/numpy_reference/backend.py"}
+    wanted |= {"docs/method.md"}
     assert wanted <= names
 
 
