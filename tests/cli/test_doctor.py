@@ -134,6 +134,9 @@ def found(**changes: Any) -> dict[str, Any]:
     return report
 
 
+SLOW_BLAS = {"library": "x", "mlx_gflops": 5.0, "numpy_gflops": 100.0}
+
+
 def test_nothing_to_do() -> None:
     assert advice(found()) == [] and verdict(found())
 
@@ -153,7 +156,7 @@ def test_nothing_to_do() -> None:
             {"system": ["Darwin", "arm64"], "packages": {"mlx": "1", "mlx-lm": "1"}, "mlx": {"devices": ["cpu"], "metal": False}},
             "MLX finds no Metal device",
         ),
-        ({"mlx": {"blas": {"library": "x", "mlx_gflops": 5.0, "numpy_gflops": 100.0}}}, "MLX's BLAS is slow on this CPU (5 GFLOP/s, numpy's 100)"),
+        ({"mlx": {"blas": SLOW_BLAS}}, "MLX's BLAS is slow on this CPU (5 GFLOP/s, numpy's 100)"),
         ({"cache": {"writable": False}}, "set DUSTIN_CACHE"),
     ],
 )
