@@ -1,0 +1,233 @@
+"""The server against the same requests one by one, and against other servers of the same weights on the same machine.
+
+Every side is an OpenAI-compatible process on loopback, asked by the same clients for the same chats, greedily and streamed. One
+by one means one client; together means `--clients` of them. Tokens are counted by encoding the answers, the same way for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench import rows
+from bench.cpu import load_transformers, passages
+
+OUT = rows.RESULTS / "serve.jsonl"
+_START_SECONDS = 300
+
+
+def export(source: Path, folder: Path, tokenizer: Any, dtype: str) -> None:
+    """The dequantised weights of a .gguf as a folder that transformers and mlx-lm load."""
+    model = load_transformers(source, dtype)
+    model.generation_config.eos_token_id = list(tokenizer.eos_ids)
+    model.config.eos_token_id = list(tokenizer.eos_ids)
+    model.save_pretrained(folder)
+    tokenizer.core.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template, **tokenizer.special_tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(command: list[str], port: int, path: str, threads: int) -> Iterator[str]:
+    """A server process, once it answers GET `path`; its address. Ended afterwards."""
+    import httpx
+
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=rows.ROOT)
+        address, end = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
+        try:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(address + path, timeout=5).status_code == 200:
+                        break
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise click.ClickException(f"{' '.join(command[:4])} ... did not start: {log.read()[-800:]}")
+                time.sleep(0.2)
+            yield address
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Client:
+    """Streams one chat after another; notes when text arrives."""
+
+    def __init__(self, address: str, model: str, tokens: int) -> None:
+        self.address, self.model, self.tokens = address, model, tokens
+
+    def ask(self, text: str) -> tuple[str, list[float]]:
+        """The answer, and the arrival times of its pieces, the first entry being when it was asked for."""
+        import httpx
+
+        body = {
+            "model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": self.tokens,
+            "temperature": 0, "stream": True,
+        }  # fmt: skip
+        pieces, times = [], [time.perf_counter()]
+        with httpx.stream("POST", f"{self.address}/v1/chat/completions", json=body, timeout=600) as reply:
+            if reply.status_code != 200:
+                raise click.ClickException(f"{self.address}: {reply.status_code} {reply.read()[:300]!r}")
+            for line in reply.iter_lines():
+                if not line.startswith("data:") or line == "data: [DONE]":
+                    continue
+                choices = json.loads(line[5:]).get("choices") or [{}]
+                if piece := (choices[0].get("delta") or {}).get("content"):
+                    pieces.append(piece)
+                    times.append(time.perf_counter())
+        return "".join(pieces), times
+
+
+def measure(client: Client, prompts: list[str], clients: int, tokenizer: Any) -> dict[str, Any]:
+    """All prompts through so many clients; rates and latencies."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(client.ask, prompts))
+    elapsed = time.perf_counter() - began
+    counts = [len(tokenizer.encode(text, add_special_tokens=False)) for text, _ in answers]
+    first = sorted(times[1] - times[0] for _, times in answers if len(times) > 1)
+    gaps = sorted(b - a for _, times in answers for a, b in zip(times[1:], times[2:], strict=False))
+    return {
+        "clients": clients,
+        "requests": len(prompts),
+        "generated_tokens": sum(counts),
+        "seconds": round(elapsed, 2),
+        "tokens_per_s": round(sum(counts) / elapsed, 2),
+        "ttft_ms_median": round(1e3 * statistics.median(first), 1),
+        "ttft_ms_worst": round(1e3 * first[-1], 1),
+        "gap_ms_median": round(1e3 * statistics.median(gaps), 1) if gaps else None,
+        "gap_ms_worst": round(1e3 * gaps[-1], 1) if gaps else None,
+        "texts": [text for text, _ in answers],
+    }
+
+
+def sides(opts: dict[str, Any], source: Path, folder: Path | None) -> Iterator[tuple[str, list[str], int, str, str]]:
+    """Name, command, port, path that answers when ready, and model name of every side; peers first."""
+    python = sys.executable
+    for peer in filter(None, opts["peers"].split(",")):
+        port = free_port()
+        if peer == "transformers":
+            words = [
+                "-m",
+                "transformers.cli.transformers",
+                "serve",
+                "--port",
+                str(port),
+                "--device",
+                "cpu",
+                "--dtype",
+                opts["dtype"],
+            ]
+            yield peer, [python, *words], port, "/health", str(folder)
+        elif peer == "transformers-cb":
+            words = [
+                "-m",
+                "transformers.cli.transformers",
+                "serve",
+                "--port",
+                str(port),
+                "--device",
+                "cpu",
+                "--dtype",
+                opts["dtype"],
+            ]
+            yield peer, [python, *words, "--continuous-batching"], port, "/health", str(folder)
+        elif peer == "mlx-lm":
+            yield peer, [python, "-m", "mlx_lm.server", "--model", str(folder), "--port", str(port)], port, "/health", str(folder)
+        else:
+            raise click.UsageError(f"--peers has {peer!r}, expected transformers, transformers-cb or mlx-lm")
+    for mode in opts["modes"].split(","):
+        port = free_port()
+        name, _, drafter = mode.partition("+")
+        words = ["-m", "dustin", "serve", "-m", str(source), "--port", str(port), "--dtype", opts["dtype"], "--device", "cpu"]
+        words += ["--slots", str(opts["clients"]), "--mode", name, "--max-kv-size", str(opts["context"] + opts["tokens"] + 256)]
+        yield f"dustin {mode}", [python, *words, *(["--drafter", drafter] if drafter else [])], port, "/health", str(source)
+
+
+def chats(tokenizer: Any, context: int, count: int) -> list[str]:
+    """Different passages of a novel, each of about `context` tokens, with the same question after them."""
+    ids = [tokenizer.decode(passage) for passage in passages(tokenizer, context, count)]
+    return [text + "\n\nRetell this passage in your own words." for text in ids]
+
+
+@click.command()
+@click.option("--model", default="SmolLM2-135M-Instruct", show_default=True, help="A known model or a .gguf file.")
+@click.option("--modes", default="ar,auto,dense+lookup", show_default=True, help="Our modes, with +DRAFTER where wanted.")
+@click.option("--peers", default="transformers", show_default=True, help="transformers, transformers-cb, mlx-lm; by commas.")
+@click.option("--requests", default=16, show_default=True)
+@click.option("--clients", default=8, show_default=True, help="Clients at once; every side is measured with one client too.")
+@click.option("--context", default=300, show_default=True, help="Prompt tokens, about.")
+@click.option("--tokens", default=48, show_default=True, help="Longest answer.")
+@click.option("--dtype", default="float32", show_default=True, help="Of all sides.")
+@click.option("--threads", default=2, show_default=True)
+@click.option("--note", default="", help="Kept in the rows: what else ran on the machine.")
+@click.option("--append/--replace", default=False, help="Keep the rows that are there.")
+def main(**opts: Any) -> None:
+    """Throughput and latency of servers; rows to bench/results/serve.jsonl."""
+    from dustin import models
+    from dustin.text import Tokenizer
+
+    source = models.resolve(opts["model"])
+    tokenizer = Tokenizer.load(source)
+    prompts = chats(tokenizer, opts["context"], opts["requests"])
+    made: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        if opts["peers"]:
+            export(source, Path(folder), tokenizer, opts["dtype"])
+        for name, command, port, path, model in sides(opts, source, Path(folder)):
+            with serving(command, port, path, opts["threads"]) as address:
+                client = Client(address, model, opts["tokens"])
+                client.ask("Hello")  # loads and warms
+                alone = measure(client, prompts, 1, tokenizer)
+                # Other prompts: what one server keeps of prefixes must not help it here.
+                others = chats(tokenizer, opts["context"], 2 * opts["requests"])[opts["requests"] :]
+                together = measure(client, others, opts["clients"], tokenizer)
+            for found in (alone, together):
+                found |= {"side": name, "ratio": round(found["tokens_per_s"] / alone["tokens_per_s"], 3)}
+                made.append(found)
+                click.echo(
+                    f"{name:20s} {found['clients']:2d} clients{found['tokens_per_s']:7.1f} tok/s {found['ratio']:.2f}x one by one  "
+                    f"first {found['ttft_ms_median']:.0f} ms, gap {found['gap_ms_median']} ms (worst {found['gap_ms_worst']})",
+                    err=True,
+                )
+    rows.write(OUT, [_row(found, made, opts, source) for found in made], append=opts["append"])
+
+
+def _row(found: dict[str, Any], made: list[dict[str, Any]], opts: dict[str, Any], source: Path) -> dict[str, Any]:
+    """One measurement with its ratios: to the same server one by one, and to each peer with as many clients."""
+    texts = found["texts"]
+    row = {"bench": "serve", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real"}
+    row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"]}
+    row |= {key: value for key, value in found.items() if key != "texts"} | {"baseline": "the same server, one client"}
+    for other in made:
+        if other["clients"] == found["clients"] and other is not found and re.match("dustin ar$|transformers|mlx", other["side"]):
+            name = re.sub(r"\W", "_", other["side"])
+            row[f"ratio_to_{name}"] = round(found["tokens_per_s"] / other["tokens_per_s"], 3)
+            row[f"same_answers_as_{name}"] = sum(a == b for a, b in zip(texts, other["texts"], strict=True))
+    return row | {"note": opts["note"], "command": rows.command(), "commit": rows.commit()}
