@@ -35,7 +35,7 @@ CLEAR = 320
 
 @dataclass
 class Document:
-    """`tokens` from the chat frame's opening on; `planted` lists (first token after its last statement, task)."""
+    """`tokens` from the chat frame's opening on; `planted` lists (the context whose region holds its statements, task)."""
 
     kind: str
     tokens: list[int]
@@ -73,28 +73,32 @@ def make(tokenizer: Any, contexts: list[int], count: int, extra: int, seed: int)
 def _document(
     tokenizer: Any, kind: str, body: list[int], contexts: list[int], longest: int, rng: random.Random
 ) -> Document:
-    opening, _ = chat_frame(tokenizer, "")
+    """Region by region: a region is its statements and as much of the text as leaves it its length."""
+    tokens, _ = chat_frame(tokenizer, "")
     words = fidelity_tasks.key_words(rng)
-    items: list[tuple[int, list[int]]] = []
-    ends: list[tuple[int, fidelity_tasks.Task]] = []
-    before = 0
+    planted: list[tuple[int, fidelity_tasks.Task]] = []
+    used = 0
     for context in contexts:
         names = [*fidelity_tasks.KINDS, "single"] if context == contexts[-1] else list(fidelity_tasks.KINDS)
+        rng.shuffle(names)
+        tasks = []
         for name in names:
             if len(words) < 5:
                 words = fidelity_tasks.key_words(rng)
-            task = fidelity_tasks.make(name, rng, words)
-            # Statements lie anywhere in the region; what is planted moves the text on by less than the clear zone.
-            low, high = before + CLEAR, context - CLEAR - 60 * len(items) // 4
-            places = sorted(rng.sample(range(low, max(high, low + 8)), len(task.statements)))
-            for at, statement in zip(places, task.statements, strict=True):
-                items.append((_sentence_end(tokenizer, body, at), tokenizer.encode(f" {statement}\n", add_special_tokens=False)))
-            ends.append((context, task))
-        before = context
-    tokens = [*opening, *fidelity_tasks.planted(body, items)][:longest]
-    rng.shuffle(ends)
-    ends.sort(key=lambda item: item[0])
-    return Document(kind, tokens, ends)
+            tasks.append(fidelity_tasks.make(name, rng, words))
+        said = [[tokenizer.encode(f" {line}\n", add_special_tokens=False) for line in task.statements] for task in tasks]
+        room = context - len(tokens) - sum(len(line) for lines in said for line in lines)
+        part = body[used : used + room]
+        used += room
+        items = []
+        for lines in said:
+            # Statements of one task keep their order.
+            places = sorted(rng.sample(range(CLEAR, room - CLEAR), len(lines)))
+            items += [(_sentence_end(tokenizer, part, at), line) for at, line in zip(places, lines, strict=True)]
+        tokens = [*tokens, *fidelity_tasks.planted(part, items)]
+        planted += [(context, task) for task in tasks]
+    tokens += body[used : used + longest - len(tokens)]
+    return Document(kind, tokens, planted)
 
 
 def _sentence_end(tokenizer: Any, body: list[int], at: int) -> int:
