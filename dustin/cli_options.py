@@ -37,7 +37,7 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "mode": (("--mode",), "How tokens are verified; ar, dense, exact and auto change no output.", {"type": click.Choice(MODES)}),
     "drafter": (("--drafter",), "Who guesses the next tokens.", {"type": click.Choice(DRAFTERS)}),
     "selector": (("--select",), "Who chooses the tokens that sparse attention reads.", {"type": click.Choice(SELECTORS)}),
-    "num_draft_tokens": (("--num-draft-tokens",), "Tokens drafted a round.", {}),
+    "num_draft_tokens": (("--num-draft-tokens",), "Tokens drafted a round (mode auto: at most).", {}),
     "budget": (("--budget",), "Tokens that sparse attention reads.", {}),
     "num_sink_tokens": (("--num-sink-tokens",), "First tokens that are always read.", {}),
     "num_recent_tokens": (("--num-recent-tokens",), "Last tokens that are always read.", {}),
@@ -47,7 +47,7 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "top_mass": (("--top-mass",), "Read no more than holds this share of the scores.", {"type": float}),
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
     "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),
-    "exact_block": (("--exact-block",), "Mode exact: tokens a dense check covers.", {}),
+    "exact_block": (("--exact-block",), "Modes exact and (at most) auto: tokens a dense check covers.", {}),
     "sparse_draft": (("--sparse-draft/--no-sparse-draft",), "Whether a draft model reads its own selected tokens only.", {}),
     "prefill_chunk": (("--prefill-chunk",), "Prompt tokens read at a time.", {}),
     "max_kv_size": (("--max-kv-size",), "Refuse what needs more KV rows than this. Default: the model's context.", {}),
@@ -168,14 +168,16 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
     if values["draft_model"] and (mode == "ar" or drafter in ("self", "lookup", "none")):
         why = "--mode ar" if mode == "ar" else f"--drafter {drafter}"
         raise UsageError(f"--draft-model has no use with {why}: drop one of them")
-    rules = [(name, mode != needed, f"needs --mode {needed}") for name, needed in _NEEDS_MODE.items()]
+    rules = [(name, mode not in needed, f"needs --mode {needed[0]}") for name, needed in _NEEDS_MODE.items()]
     if mode == "ar":
         rules += [(name, True, "has no effect with --mode ar") for name in _SPECULATIVE]
-    elif mode in ("auto", "dense") and drafter == "lookup":
+    elif mode == "dense" and drafter == "lookup":
         why = f"has no effect with --mode {mode} and this drafter, which never reads sparsely"
         rules += [(name, True, why) for name in (*_SPARSE, "sparse_draft", "lookahead_lag")]
     if mode == "exact" and drafter == "self":
         raise UsageError("--drafter self has no use with --mode exact, whose sparse target proposes by itself: --drafter none")
+    by_itself = drafter == "self" or (drafter == "auto" and not values["draft_model"])
+    rules.append(("exact_block", mode == "auto" and by_itself, "needs --mode exact, or a draft model in auto"))
     if drafter == "none" or (mode == "exact" and drafter == "auto" and not values["draft_model"]):
         rules.append(("num_draft_tokens", True, "has no effect: nothing drafts here"))
     if values["selector"] != "dustin":
@@ -189,7 +191,7 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
             raise UsageError(f"{flag(name)} {why}")
 
 
-_NEEDS_MODE = {"rectify_interval": "rectified", "exact_block": "exact"}
+_NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}
 _SPARSE = (
     "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers", "top_mass",
 )  # fmt: skip

@@ -14,6 +14,7 @@ from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
+from dustin.planning import PriceList
 from dustin.profile_file import scoring_of
 from dustin.responses import GenerationResponse, GenerationResult
 from dustin.scoring import Scoring
@@ -48,6 +49,7 @@ class Session:
         self.tokenizer = tokenizer
         self.options = options
         self.prefix_cache = False
+        self._prices = PriceList()
         self._scorings: dict[tuple[str, bool], Scoring] = {}
         # side ("target", "draft") -> tokens whose KV is kept, and the cache that holds them
         self._kept: dict[str, tuple[list[int], KVCache]] = {}
@@ -170,10 +172,13 @@ class Session:
         scoring = self._scoring(options)
         selector = create_selector(options, scoring, self.target.spec)
         drafter = self._drafter(options, stats, scoring)
-        if options.mode in ("sparse", "rectified", "exact") or drafter.name == "self":
+        if options.mode in ("sparse", "rectified", "exact", "auto") or drafter.name == "self":
             stats.scoring = scoring.describe(drafter.tap is not None)
         rule = SpeculativeAcceptance()
-        return kind(self.backend, self.target, drafter, selector, rule, selector.tap, options, stats)
+        engine = kind(self.backend, self.target, drafter, selector, rule, selector.tap, options, stats)
+        if engine.planner is not None:
+            engine.planner.prices = self._prices  # What rounds cost is the machine's, not the request's.
+        return engine
 
     def _resolved(self, requests: Seq[RequestOptions]) -> EngineOptions:
         """Options with every `auto` of drafter and lag replaced; refuse combinations that cannot work."""
