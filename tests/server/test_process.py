@@ -181,7 +181,8 @@ class Load:
 
 
 def _load(model: Path, seconds: float) -> tuple[list[tuple[float, float]], Load, dict[str, float]]:
-    with process(model, "--slots", 4, "--max-queue", 8, "--max-kv-size", 2048, "--dtype", "float32") as (_, address, lines):
+    words = ["--slots", 4, "--max-queue", 8, "--max-kv-size", 2048, "--dtype", "float32", "--mode", "dense", "--drafter", "lookup"]
+    with process(model, *words) as (_, address, lines):
         load = Load(address, seconds, clients=6)
         samples = load.run(seconds / 60)
         found = {}
@@ -200,7 +201,8 @@ def _load(model: Path, seconds: float) -> tuple[list[tuple[float, float]], Load,
 def test_a_short_load_of_mixed_requests(model: Path) -> None:
     _, load, found = _load(model, 3)
     assert not load.failures, load.failures[:3]
-    assert load.counts["200"] > 5 and found["dustin_engine_failures_total"] == 0
+    assert load.counts["200"] > 5 and found["dustin_spec_decode_num_accepted_tokens_total"] > 0
+    assert found["dustin_engine_failures_total"] == 0
 
 
 @pytest.mark.slow
