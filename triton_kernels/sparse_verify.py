@@ -110,19 +110,24 @@ def sparse_verify_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     length = tl.load(lengths + b) if WINDOW else 0
-    # Slots are carried one step ahead in registers: fetched by the pipeline that copies K and V, they would hold it up.
-    entry = begin + tl.arange(0, BLOCK_N)
-    slot = tl.load(slots + entry, mask=entry < stop, other=0)
+    # Slots are carried two steps ahead in registers: fetched by the pipeline that copies K and V, they would hold it up.
+    # Past the end the last entry stands in: its row is finite, hidden, and needs no mask on the copies.
+    place = tl.arange(0, BLOCK_N)
+    slot = tl.load(slots + tl.minimum(begin + place, stop - 1))
+    next_slot = tl.load(slots + tl.minimum(begin + BLOCK_N + place, stop - 1))
+    k_head = k_pool + h * HEAD + dims
+    v_head = v_pool + h * HEAD + value_dims
     for start in range(begin, stop, BLOCK_N):
-        entry = start + tl.arange(0, BLOCK_N)
-        stored = entry < stop
-        rows = slot.to(tl.int64) * ROW + h * HEAD
-        in_part = value_dims < D
-        loaded = stored[:, None] & in_part[None, :] if D != BLOCK_D else stored[:, None]
-        loaded_k = stored[None, :] & in_head[:, None] if D != BLOCK_D else stored[None, :]
-        k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=loaded_k, other=0.0)
-        v = tl.load(v_pool + rows[:, None] + value_dims[None, :], mask=loaded, other=0.0)
-        slot = tl.load(slots + entry + BLOCK_N, mask=entry + BLOCK_N < stop, other=0)
+        rows = slot.to(tl.int64) * ROW
+        if D == BLOCK_D:
+            k = tl.load(k_head[None, :] + rows[:, None])
+            v = tl.load(v_head[None, :] + rows[:, None])
+        else:
+            k = tl.load(k_head[None, :] + rows[:, None], mask=in_head[None, :], other=0.0)
+            v = tl.load(v_head[None, :] + rows[:, None], mask=(value_dims < D)[None, :], other=0.0)
+        # An operation, though slots are never negative: a value handed on as it is would keep the loop from being pipelined.
+        slot = tl.maximum(next_slot, 0)
+        next_slot = tl.load(slots + tl.minimum(start + 2 * BLOCK_N + place, stop - 1))
         if AHEAD > 0:
             if start == begin:
                 if PDL:
@@ -132,17 +137,18 @@ def sparse_verify_kernel(
                 # Late enough that what the next kernel reads ahead fills the end of this one.
                 if start == begin + TRIGGER * BLOCK_N:
                     tl.extra.cuda.gdc_launch_dependents()
-        s = tile_logits(q_tile, k, scale_log2, softcap, SOFTCAP, PRECISION)
+        s = tile_logits(q_tile, tl.trans(k), scale_log2, softcap, SOFTCAP, PRECISION)
         # Tiles of committed entries alone are visible to every row.
         if WINDOW or start + BLOCK_N > tl.minimum(count, stop):
             if PDL:
                 # At the last tile at the latest. An effect keeps this a branch: selects would cost every tile.
                 tl.extra.cuda.gdc_launch_dependents()
             # In-flight entry i is visible to row t when i <= t; committed entries are below zero there.
+            entry = start + place
             visible = entry[None, :] <= tl.minimum(count + t, stop - 1)[:, None]
             if WINDOW:
                 chosen = entry < count
-                index = tl.load(indices + b.to(tl.int64) * stride_i + entry // UNIT, mask=chosen & stored, other=0)
+                index = tl.load(indices + b.to(tl.int64) * stride_i + entry // UNIT, mask=chosen & (entry < stop), other=0)
                 position = tl.where(chosen, index * UNIT + entry % UNIT, length + entry - count)
                 visible = visible & (position[None, :] > length + t[:, None] - window)
             s = tl.where(visible, s, float("-inf"))

@@ -130,7 +130,7 @@ def test_every_split_and_merge_agree(device: str) -> None:
     slots = translate_slots(indices, counts, case.lengths, case.num_tokens, case.page_table, case.k_pool.shape[1], case.q.shape[1])
     given = {"slots": slots[0], "slot_counts": slots[1]}
     # (waves, splits merged in the last program, parts of the value dims, tiles before the next kernel may start)
-    variants = ((0.0, 8, 1, 0), (4.0, 64, 1, 1), (4.0, 0, 1, 0), (0.0, 4, 2, 2), (1.5, 4, 2, 0), (1.0, 4, 1, 9))
+    variants = ((0.0, 8, 1, 0), (4.0, 64, 1, 1), (4.0, 0, 1, 0), (0.0, 4, 2, 2), (1.5, 64, 2, 0), (1.0, 4, 1, 9))
     for waves, fused, parts, trigger in variants:
         if shape[0][2] // parts < 16:
             parts = 1
