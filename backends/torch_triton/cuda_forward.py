@@ -12,6 +12,7 @@ from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagePool
 from dustin.backends.torch_triton.cuda_decode import DecodeBlocks, supports
 from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
+from dustin.backends.torch_triton.model import Peers, embed
 from dustin.backends.torch_triton.weights import Layer, Linear, Weights
 from dustin.triton_kernels import dense_verify as dense
 from dustin.triton_kernels import sparse_verify as sparse
@@ -67,15 +68,28 @@ def make_slots(
 class DeviceForward:
     """The launches of one model over one page pool. Scratch is sized per shape on first use and kept for replays."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, pool: PagePool, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        pool: PagePool,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        peers: Peers | None = None,
+    ) -> None:
+        """With `peers` the weights are one rank's shard and rank 0 alone gets logits (see TorchModel)."""
         self.config = config
+        self.peers = peers
+        self.vocab_size = config.vocab_size
         self.weights = weights
         self.head: Linear = weights.head
         self.pool = pool
         self._cos, self._sin = cos, sin
         self._workspaces: dict[tuple[int, ...], AttentionWorkspace] = {}
         self._head_indices: dict[tuple[int, ...], torch.Tensor] = {}
-        self.blocks = DecodeBlocks(config, weights, pool, cos, sin) if supports(config, weights) else None
+        # The blocks add the residual inside a product, where the sum over ranks is not known yet.
+        fused = peers is None and supports(config, weights)
+        self.blocks = DecodeBlocks(config, weights, pool, cos, sin) if fused else None
 
     def run(
         self, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
@@ -85,7 +99,7 @@ class DeviceForward:
         if self.blocks is not None and batch * rows <= self.blocks.max_rows:
             return self._run_blocks(self.blocks, inputs, heads, last_row_only, logits)
         eps = self.config.rms_norm_eps
-        residual = F.embedding(inputs.tokens, self.weights.embedding).view(batch * rows, -1)
+        residual = embed(inputs.tokens, self.weights.embedding, self.peers).view(batch * rows, -1)
         last = None
         if last_row_only or logits == "last":
             last = (inputs.num_tokens.long() - 1).clamp_(min=0) + torch.arange(batch, device=residual.device) * rows
@@ -97,8 +111,8 @@ class DeviceForward:
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
             attended = self._attend(q, inputs, i).view(batch * rows, -1)
-            update = F.linear(attended, layer.output.weight, layer.output.bias)
-            update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
+            update = self._sum(F.linear(attended, layer.output.weight, layer.output.bias))
+            update = self._sum(self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps)))
         if logits == "none":
             return None, queries
         x = add_norm(update, residual, self.weights.norm, eps)
@@ -106,7 +120,12 @@ class DeviceForward:
 
     def _logits(self, x: torch.Tensor, batch: int) -> torch.Tensor:
         out = F.linear(x, self.head.weight, self.head.bias)
-        return out.view(batch, -1, out.shape[-1])[..., : self.config.vocab_size]
+        if self.peers is not None:
+            out = self.peers.gather_columns(out)
+        return out.view(batch, -1, out.shape[-1])[..., : self.vocab_size]
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.peers is None else self.peers.sum(x)
 
     def _run_blocks(
         self, blocks: DecodeBlocks, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str

@@ -37,7 +37,9 @@ class Captured:
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # A group's watchdog thread queries events, which a capture forbids to all threads unless told otherwise.
+        mode = "thread_local" if torch.distributed.is_available() and torch.distributed.is_initialized() else "global"
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode):
             self.outputs = function()
         self.seconds = time.perf_counter() - began
 

@@ -17,6 +17,7 @@ from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
+from dustin.backends.torch_triton.model import Peers
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet
 
@@ -32,7 +33,9 @@ SET_MULTIPLE = 64
 class CudaModel:
     """Model of interfaces.py. `device` "cpu" works under TRITON_INTERPRET=1 (tests), without graphs."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, name: str, peers: Peers | None = None) -> None:
+        """With `peers` this is one rank's shard (see TorchModel)."""
+        self.peers = peers
         self.config = config
         self.weights = weights
         self.scale = config.head_dim**-0.5
@@ -51,10 +54,11 @@ class CudaModel:
         """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""
         if not 1 <= size <= self.config.vocab_size:
             raise ValueError(f"size is {size}, expected 1 to {self.config.vocab_size}")
-        self._head = Linear(self.weights.head.weight[:size], None)
+        if self.peers is None:
+            self._head = Linear(self.weights.head.weight[:size], None)
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
         for engine in self._engines:
-            engine.forward.head = self._head
+            engine.forward.head, engine.forward.vocab_size = self._head, size
             engine.graphs.clear()
             engine.memory = None
 
@@ -97,7 +101,8 @@ class CudaModel:
         if EXACT_ROWS < rows <= MAX_GRAPH_ROWS:
             tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
         last_row_only = bool(tap and tap.last_row_only)
-        call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits)
+        variant = None if self.peers is None else self.peers.variant
+        call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant)
         out, queries = call.run(tokens, cache.lengths, counts, graph)
         self.capture_seconds = sum(engine.capture_seconds for engine in self._engines)
         cache.advance(counts)
@@ -118,8 +123,8 @@ class CudaModel:
         for engine in self._engines:
             if engine.pool is pool:
                 return engine
-        forward = DeviceForward(self.config, self.weights, pool, self._cos, self._sin)
-        forward.head = self._head
+        forward = DeviceForward(self.config, self.weights, pool, self._cos, self._sin, self.peers)
+        forward.head, forward.vocab_size = self._head, self.spec.vocab_size
         self._engines.append(_Engine(pool, forward))
         return self._engines[-1]
 
@@ -161,7 +166,9 @@ class _Call:
         heads: dict[int, tuple[int, ...]],
         last_row_only: bool,
         logits: str,
+        variant: Any = None,
     ) -> None:
+        self._variant = variant
         self._engine, self._cache = engine, cache
         self._heads, self._last_row_only, self._logits = heads, last_row_only, logits
         self._dense = frozenset(token_set.dense_layers) if token_set is not None else frozenset()
@@ -176,7 +183,7 @@ class _Call:
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         widths = tuple((layer, _rounded(part.indices.shape[1])) for layer, part in sorted(self._sets.items()))
         shape = (*tokens.shape, self._cache.page_table.shape[1], widths, self._dense)
-        key = (*shape, tuple(sorted(self._heads.items())), self._last_row_only, self._logits, graph)
+        key = (*shape, tuple(sorted(self._heads.items())), self._last_row_only, self._logits, graph, self._variant)
         if key not in self._engine.graphs:
             static = self._static(tokens.shape, dict(widths))
             self._fill(static, tokens, lengths, counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ class Peers(Protocol):
     """What a model that holds one rank's shard needs of the other ranks."""
 
     rank: int
+    # Tells calls apart that differ for another rank only: ranks must record the same graphs.
+    variant: Any
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
@@ -44,6 +46,15 @@ class Peers(Protocol):
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 every rank's [R, n] side by side; elsewhere x itself."""
         ...
+
+
+def embed(tokens: torch.Tensor, weight: torch.Tensor, peers: Peers | None) -> torch.Tensor:
+    """[..., H] of tokens [...]; of several ranks each looks up its own span of the vocabulary, weight [share, H]."""
+    if peers is None:
+        return F.embedding(tokens, weight)
+    own = tokens - peers.rank * len(weight)
+    held = (own >= 0) & (own < len(weight))
+    return peers.sum(F.embedding(own.clamp(0, len(weight) - 1), weight) * held[..., None])
 
 
 class TorchModel:
@@ -111,7 +122,7 @@ class TorchModel:
         heads: dict[int, tuple[int, ...]],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Hidden states [R, H] after the last block and the captured queries [R, S, D] of each tapped layer."""
-        hidden = self._embed(flat)
+        hidden = embed(flat, self.weights.embedding, self.peers)
         queries: dict[int, torch.Tensor] = {}
         if not flat.numel():
             return hidden, {i: hidden.new_zeros(0, len(h), self.config.head_dim) for i, h in heads.items()}
@@ -142,15 +153,6 @@ class TorchModel:
             qk = torch.cat([self._norm(qk[:, : c.num_heads], layer.q_norm), self._norm(qk[:, c.num_heads :], layer.k_norm)], 1)
         qk = rope.rotate(qk, *turn)
         return qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, both:]
-
-    def _embed(self, flat: torch.Tensor) -> torch.Tensor:
-        """[R, H]; each rank looks up its own span of the vocabulary."""
-        if self.peers is None:
-            return F.embedding(flat, self.weights.embedding)
-        share = len(self.weights.embedding)
-        own = flat - self.peers.rank * share
-        held = (own >= 0) & (own < share)
-        return self.peers.sum(F.embedding(own.clamp(0, share - 1), self.weights.embedding) * held[:, None])
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.peers is None else self.peers.sum(x)

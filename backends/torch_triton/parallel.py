@@ -95,6 +95,7 @@ class ParallelModel:
     def limit_vocabulary(self, size: int) -> None:
         """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""
         self.local.limit_vocabulary(size)
+        self._mailbox.append(("limit", self.number, size))
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
 
     def new_cache(self, batch: int, capacity: int) -> ParallelCache:
@@ -137,6 +138,7 @@ def forward_part(
 ) -> ForwardResult:
     """One rank's part of a forward; rank 0 gets the logits and the queries of all tapped heads."""
     tap: Tap | None = values["tap"]
+    ranks.variant = None if tap is None else (tuple(sorted(tap.heads.items())), tap.last_row_only)
     own = None if tap is None else Tap(_own_heads(tap.heads, ranks.rank, spec, ranks.size), tap.last_row_only)
     out = local.forward(tokens, values["num_tokens"], cache, token_set=token_set, tap=own, logits=values["logits"])
     if tap is None or not tap.heads:

@@ -6,6 +6,7 @@ more than its products.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from dustin.backends.torch_triton.ranks import Ranks, join, leave
 from dustin.backends.torch_triton.sharding import Shard
 from dustin.errors import DustinError, RankError, UsageError
 from dustin.interfaces import ModelSpec, Tap, TokenSet
+
+# Triton's own variable: its kernels then run on the CPU, and so can the CUDA models of all ranks.
+INTERPRETED = "TRITON_INTERPRET"
 
 
 class Parallel:
@@ -56,11 +60,21 @@ class Parallel:
             local, spec = load_shard(self.ranks, self.make, Path(source), dtype)
         return ParallelModel(self.ranks, self.mailbox, number, local, spec)
 
-    def score(self, queries: Mapping[int, torch.Tensor], tap: Tap, model: Any, cache: Any, lengths: Sequence[int]) -> torch.Tensor:
-        """[B, Nmax] fp32: see Backend.score."""
+    def score(
+        self,
+        queries: Mapping[int, torch.Tensor],
+        tap: Tap,
+        model: Any,
+        cache: Any,
+        lengths: Sequence[int],
+        within: TokenSet | None = None,
+    ) -> torch.Tensor:
+        """[B, Nmax] fp32: see Backend.score. Raise UsageError on `within` for a split model."""
         score = super().score  # type: ignore[misc]
         if not isinstance(model, ParallelModel):
-            return score(queries, tap, model, cache, lengths)
+            return score(queries, tap, model, cache, lengths, within)
+        if within is not None:
+            raise UsageError("scores within a set are not available with tensor parallelism: use --select dustin")
         layers = sorted(queries)
         lengths = tuple(int(n) for n in lengths)
         values = {
@@ -72,6 +86,14 @@ class Parallel:
         model.order("score", values, [queries[layer] for layer in layers])
         with torch.inference_mode(), self.ranks.guard():
             return partial_scores(self.ranks, model.spec, score, model.local, cache.local, queries, values)
+
+    def score_pages(
+        self, queries: Mapping[int, torch.Tensor], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], page_size: int
+    ) -> torch.Tensor:
+        """See Backend.score_pages. Raise UsageError for a split model."""
+        if isinstance(model, ParallelModel):
+            raise UsageError("page bounds are not available with tensor parallelism: use --select dustin")
+        return super().score_pages(queries, tap, model, cache, lengths, page_size)  # type: ignore[misc]
 
     def score_columns(self, cache: Any, lengths: Sequence[int]) -> int:
         """Width of the array that `score` gives: whole pages on a paged cache."""
@@ -88,6 +110,32 @@ class ParallelTorchBackend(Parallel, TorchBackend):  # type: ignore[misc]
         self._start(ranks, TorchModel)
 
 
+def _backends(device: torch.device) -> tuple[type[TorchBackend], Make]:
+    """The local backend's class and its kind of model."""
+    if device.type != "cuda" and os.environ.get(INTERPRETED) != "1":
+        return TorchBackend, TorchModel
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+
+    return CudaBackend, CudaModel
+
+
+def _first(ranks: Ranks) -> TorchBackend:
+    """Rank 0's backend on the ranks' device."""
+    local, make = _backends(ranks.device)
+    if local is TorchBackend:
+        return ParallelTorchBackend(ranks)
+
+    class ParallelCudaBackend(Parallel, local):  # type: ignore[misc, valid-type]
+        """Rank 0's backend on GPUs."""
+
+        def __init__(self) -> None:
+            local.__init__(self, ranks.device)
+            self._start(ranks, make)
+
+    return ParallelCudaBackend()
+
+
 def create(device: str = "auto") -> TorchBackend:
     """Rank 0's backend; on another rank this follows rank 0 to the end of the run, then ends the process."""
     ranks = join()
@@ -100,7 +148,7 @@ def create(device: str = "auto") -> TorchBackend:
     with ranks.guard():
         ranks.order("open", {"device": kind, "first": []})
         raise_first(ranks.agree(_open(ranks, kind)[1]))
-    return ParallelTorchBackend(ranks)
+    return _first(ranks)
 
 
 def _open(ranks: Ranks, kind: str) -> tuple[Any, Problem]:
@@ -109,7 +157,11 @@ def _open(ranks: Ranks, kind: str) -> tuple[Any, Problem]:
     def take() -> torch.device:
         if kind == "cpu":
             return torch.device("cpu")
-        raise UsageError("tensor parallelism runs on CPUs in this version: use --device cpu")
+        number = int(os.environ.get("LOCAL_RANK", "0"))
+        if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+            found = torch.cuda.device_count()
+            raise UsageError(f"{found} GPUs are here, expected one for each rank: start fewer ranks or use --device cpu")
+        return torch.device("cuda", number)
 
     device, problem = attempt(take)
     if device is not None:
@@ -153,7 +205,9 @@ class Follower:
                 self._do(what, values, tensors)
 
     def _change(self, what: str, number: int, *rest: Any) -> None:
-        if what == "rollback":
+        if what == "limit":
+            self._models[number][0].limit_vocabulary(rest[0])
+        elif what == "rollback":
             self._caches[number].rollback(rest[0])
         elif what == "take":
             self._caches[rest[0]] = self._caches[number].take(rest[1], rest[2])
@@ -164,7 +218,8 @@ class Follower:
         if what == "open":
             device, problem = _open(self._ranks, values["device"])
             if not any(self._ranks.agree(problem)):
-                self._backend = TorchBackend(device)
+                local, self._make = _backends(device)
+                self._backend = local(device)
             return
         if what == "load":
             try:

@@ -49,6 +49,7 @@ class Ranks:
     def __init__(self) -> None:
         """Join the others. Raise RankError when they do not come within the time limit."""
         self.rank, self.size, self.device = this_rank(), world_size(), torch.device("cpu")
+        self.variant: Any = None
         self._limit = timedelta(seconds=time_limit())
         try:
             self._store, _, _ = next(dist.rendezvous("env://", timeout=self._limit))

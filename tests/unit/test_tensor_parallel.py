@@ -198,3 +198,16 @@ def test_a_wrong_number_of_ranks_is_refused(ranks: list[subprocess.Popen[str]], 
     ranks += start(2, ["-m", "dustin", "generate", "-m", str(models[0]), "-p", "x", "--tensor-parallel", "4"])
     ends = finish(ranks)
     assert ends[0][0] == 2 and "--tensor-parallel is 4, but 2 ranks are running" in ends[0][2]
+
+
+@pytest.mark.slow
+def test_cuda_models_of_two_ranks_give_the_tokens_of_one(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """The paged models with Triton kernels, interpreted on the CPU; the collectives are gloo's."""
+    wide = {"hidden_size": 64, "head_dim": 16}
+    folders = write(tmp_path / "target", seed=3, num_hidden_layers=3, **wide), write(tmp_path / "draft", seed=4, **wide)
+    interpreted = {"TRITON_INTERPRET": "1"}
+    (one,) = finish(start(1, ["tests/ranks_driver.py", *map(str, folders), "sparse"], interpreted), 300)
+    assert one[0] == 0, one
+    ranks += start(2, ["tests/ranks_driver.py", *map(str, folders), "sparse"], interpreted)
+    ends = finish(ranks, 300)
+    assert ends[0][0] == 0 and json.loads(ends[0][1]) == json.loads(one[1]), ends
