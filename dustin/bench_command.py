@@ -16,6 +16,7 @@ from dustin import __version__
 from dustin.cli_options import CONTEXT, build_engine_options, debug_option, engine_options, loading_options, refuse_useless
 from dustin.config import MODES, RequestOptions
 from dustin.errors import ContextLengthError, NumericsError, UsageError
+from dustin.help_pages import Sectioned
 from dustin.terminal import note, prefill_bar, read_file
 
 BASELINE = "ar"
@@ -34,7 +35,8 @@ class Counts(click.ParamType):
         if isinstance(value, tuple):
             return value
         numbers = []
-        for part in str(value).split(","):
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)  # a configuration file has lists
+        for part in text.split(","):
             if not part.strip().isascii() or not part.strip().isdigit() or int(part) < 1:
                 self.fail(f"{part.strip()!r} is no whole number of 1 or more, expected for example 512,2048", param, ctx)
             numbers.append(int(part))
@@ -172,7 +174,7 @@ def _modes(text: str) -> list[str]:
     return list(dict.fromkeys([BASELINE, *names]))
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=Sectioned, context_settings=CONTEXT)
 @loading_options
 @engine_options
 @click.option("--context", "contexts", type=COUNTS, multiple=True, default=("512,2048",), show_default=True, help="Prompt tokens.")

@@ -9,12 +9,13 @@ import click
 
 from dustin.cli_options import CONTEXT, debug_option, loading_options
 from dustin.errors import UsageError
+from dustin.help_pages import Sectioned
 from dustin.terminal import note
 
 _COUNT = click.IntRange(1)
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=Sectioned, context_settings=CONTEXT)
 @loading_options
 @click.option("--context", type=click.IntRange(256), help="Tokens of a document. Default: 16384, or what the models hold.")
 @click.option("--documents", type=_COUNT, default=8, show_default=True, help="Documents read.")

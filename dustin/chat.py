@@ -25,6 +25,7 @@ from dustin.cli_options import (
 )
 from dustin.conversation import Conversation
 from dustin.errors import DustinError, UsageError
+from dustin.help_pages import Sectioned
 from dustin.status_line import StatusLine, quiet_keyboard, status_text
 from dustin.terminal import check_text, note, prefill_bar, printable, read_file
 
@@ -153,7 +154,7 @@ class Chat:
             note(f"[{status_text(chat.stats, chat.tokens, chat.room)}]")
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=Sectioned, context_settings=CONTEXT)
 @click.option("--system-prompt", help="What the model is told about its task.")
 @click.option("--file", "-f", "files", multiple=True, help="Put this text file before the first message; repeatable.")
 @loading_options

@@ -14,12 +14,13 @@ from dustin import __version__
 from dustin.cli_options import CONTEXT, debug_option
 from dustin.config_file import read_config, variable
 from dustin.errors import DustinError, RankError, UsageError
+from dustin.help_pages import Ordered
 from dustin.launch import as_rank, world_size
 
 INTERRUPTED = 130
 
 
-@click.group(context_settings=CONTEXT)
+@click.group(cls=Ordered, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="dustin")
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file to read instead of the usual two.")
 @debug_option
@@ -45,7 +46,7 @@ def _register() -> None:
     from dustin.models_command import models
     from dustin.serve_command import serve
 
-    for command in (generate, chat, models, doctor, bench, calibrate, config, completion, serve):
+    for command in (generate, chat, serve, bench, calibrate, doctor, models, config, completion):
         cli.add_command(command)
 
 

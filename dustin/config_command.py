@@ -51,8 +51,8 @@ def effective(root: click.Context, path: tuple[str, ...]) -> list[dict[str, Any]
 def config(ctx: click.Context, command: tuple[str, ...], as_json: bool) -> None:
     """Show every option's value and where it comes from.
 
-    Of COMMAND, or of `generate` where none is named. The output is itself a valid configuration file. Precedence: flag, DUSTIN_* variable, ./dustin.toml, the user's file,
-    default.
+    Of COMMAND, or of `generate` where none is named. The output is itself a valid configuration file. Precedence: flag,
+    DUSTIN_* variable, ./dustin.toml, the user's file, default.
     """
     root = ctx.find_root()
     path = command or ("generate",)

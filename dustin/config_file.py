@@ -162,6 +162,9 @@ _KINDS: tuple[tuple[type[click.ParamType], tuple[type, ...], str], ...] = (
     (click.types.IntParamType, (int,), "a whole number"),
     (click.types.FloatParamType, (int, float), "a number"),
     (click.types.BoolParamType, (bool,), "true or false"),
+    (click.types.StringParamType, (str,), "text in quotes"),
+    (click.Choice, (str,), "text in quotes"),
+    (click.Path, (str,), "text in quotes"),
 )
 
 
@@ -175,10 +178,9 @@ def _checked(option: click.Option, command: click.Command, value: Any, where: st
 
 
 def _checked_one(option: click.Option, command: click.Command, value: Any, where: str) -> Any:
-    kinds, expected = next(
-        ((kinds, text) for kind, kinds, text in _KINDS if isinstance(option.type, kind)), ((str,), "text in quotes")
-    )
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+    # Types of our own (a list of layers) check for themselves.
+    kinds, expected = next(((kinds, text) for kind, kinds, text in _KINDS if isinstance(option.type, kind)), ((object,), ""))
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
         raise UsageError(f"{where} is {value!r}, expected {expected}")
     try:
         option.type.convert(value, option, click.Context(command))

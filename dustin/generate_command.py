@@ -22,10 +22,11 @@ from dustin.cli_options import (
     request_options,
 )
 from dustin.errors import UsageError
+from dustin.help_pages import Sectioned
 from dustin.terminal import note, prefill_bar, printable, read_prompt
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=Sectioned, context_settings=CONTEXT)
 @click.argument("prompt", required=False)
 @click.option("--prompt", "-p", "prompt_option", help="The prompt, in place of PROMPT; - is stdin.")
 @click.option("--file", "-f", "files", multiple=True, help="Put this text file before the prompt; may be given several times.")

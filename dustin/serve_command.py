@@ -20,6 +20,7 @@ from dustin.cli_options import (
 )
 from dustin.config import SamplingOptions
 from dustin.errors import UsageError
+from dustin.help_pages import Sectioned
 from dustin.serving.options import ServerOptions
 from dustin.terminal import note
 
@@ -48,7 +49,7 @@ def _options(command: Any) -> Any:
     return dataclass_options(dataclass_options(command, SamplingOptions, SAMPLING), ServerOptions, SERVER)
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=Sectioned, context_settings=CONTEXT)
 @loading_options
 @_options
 @engine_options
