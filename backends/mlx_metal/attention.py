@@ -99,7 +99,7 @@ class Forward:
         self.cache, self.counts, self.num_rows, self.gate = cache, counts, num_rows, gate
         self.long = num_rows > MAX_ROWS
         self.rows = [b for b, n in enumerate(counts) if n] if self.long else list(range(len(counts)))
-        self.lengths = cache.lengths
+        self.lengths, self.dtype = cache.lengths, cache.keys[0].dtype
         self.in_place = not self.long and may_use_kernels(gate) and cache.keys[0].shape[3] in HEAD_DIMS
         self.heads, self.queries = heads, {}  # type: tuple[Mapping[int, tuple[int, ...]], dict[int, mx.array]]
         self.token_set = checked(token_set, self.lengths)
@@ -199,14 +199,16 @@ class LayerCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append k and v [rows, Hkv, T, D]. They are handed back as they are: `attend` reads the cache itself."""
-        turn = (0, 2, 1, 3)
-        self._starts = self._forward.append(self._layer, keys.transpose(turn), values.transpose(turn))
+        turn, dtype = (0, 2, 1, 3), self._forward.dtype
+        rows = (x.astype(dtype).transpose(turn) for x in (keys, values))
+        self._starts = self._forward.append(self._layer, *rows)
         return keys, values
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """[rows, Hq, T, D] of post-RoPE queries of that shape."""
         forward, turn = self._forward, (0, 2, 1, 3)
-        q = queries.transpose(turn)
+        # Norms kept in fp32 beside half-precision weights promote q and k; kernels want q as the cache is.
+        q = queries.astype(forward.dtype).transpose(turn)
         if self._layer in forward.heads:
             forward.queries[self._layer] = q[:, :, mx.array(list(forward.heads[self._layer]), mx.int32)]
-        return forward.attend(q, self._layer, self._starts, scale).transpose(turn)
+        return forward.attend(q, self._layer, self._starts, scale).transpose(turn).astype(queries.dtype)

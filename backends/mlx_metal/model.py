@@ -37,7 +37,8 @@ class MlxModel:
         self._inner, self.config, self._gate = inner, config, gate
         self.scale = float(inner.layers[0].self_attn.scale)
         weights = tree_flatten(inner.parameters())
-        self.dtype = inner.model.norm.weight.dtype
+        # What layers compute in: quantised weights have the dtype of their scales.
+        self.dtype = inner.model.embed_tokens(mx.zeros((1, 1), mx.int32)).dtype
         self._vocabulary = config.vocab_size
         self.spec = ModelSpec(
             name=name,

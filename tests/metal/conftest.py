@@ -27,6 +27,16 @@ def _reason(file: str) -> str:
     return "this file tests the emulator, which runs on Linux with g++" if file in EMULATOR_ONLY else ""
 
 
+@pytest.fixture(autouse=True)
+def metal_device() -> None:
+    """A backend on the CPU sets MLX's default device for the whole process; these tests want Metal where it is."""
+    if importlib.util.find_spec("mlx") is not None:
+        import mlx.core as mx
+
+        if mx.metal.is_available():
+            mx.set_default_device(mx.gpu)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:

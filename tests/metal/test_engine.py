@@ -30,11 +30,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, write_model(root / "draft", CONFIGS["llama"] | HEADS | {"num_hidden_layers": 1}, seed=2)
 
 
-def run(folders: tuple[Path, Path], gate: str, mode: str, drafter: str) -> list[list[int]]:
+def make_backend(gate: str):
+    """On Metal where it is, else on the CPU (where only the emulator can run kernels)."""
+    import mlx.core as mx
+
     from dustin.backends.mlx_metal.backend import MlxBackend
     from dustin.metal_kernels.gate import Gate
 
-    backend = MlxBackend("cpu", Gate(gate))
+    return MlxBackend("metal" if mx.metal.is_available() else "cpu", Gate(gate))
+
+
+def run(folders: tuple[Path, Path], gate: str, mode: str, drafter: str) -> list[list[int]]:
+    backend = make_backend(gate)
     target, draft = (backend.load(folder, dtype="float32") for folder in folders)
     options = EngineOptions(mode=mode, drafter=drafter, **OPTIONS)  # type: ignore[arg-type]
     session = Session(backend, target, None, options, draft if drafter == "draft" else None)
@@ -69,9 +76,7 @@ def test_a_model_with_the_kernels_equals_the_specification(family: str, tmp_path
     """Ragged rows, taps, scores, sets, rollback, copies of rows; unused rows of the cache are NaN, which kernels never read."""
     import mlx.core as mx
 
-    from dustin.backends.mlx_metal.backend import MlxBackend
     from dustin.backends.mlx_metal.model import MlxModel
-    from dustin.metal_kernels.gate import Gate
 
     def poisoned(self: MlxModel, batch: int, capacity: int):
         cache = fresh(self, batch, capacity)
@@ -86,7 +91,7 @@ def test_a_model_with_the_kernels_equals_the_specification(family: str, tmp_path
     folder = write_model(tmp_path / family, CONFIGS[family] | HEADS)
     with installed(order="shuffled") as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr(MlxModel, "new_cache", poisoned)
-        ModelCheck(MlxBackend("cpu", Gate("kernel")), to_numpy, folder, "float32", 1e-5).run()
+        ModelCheck(make_backend("kernel"), to_numpy, folder, "float32", 1e-5).run()
     assert not log.findings
 
 
@@ -95,14 +100,11 @@ def test_kernels_and_slices_write_the_same_cache_in_place(batch: int, tmp_path: 
     """Long chunks are written by slices, short ones by the kernel; neither moves a layer, and logits equal the array path's."""
     import mlx.core as mx
 
-    from dustin.backends.mlx_metal.backend import MlxBackend
-    from dustin.metal_kernels.gate import Gate
-
     folder = write_model(tmp_path / "llama", CONFIGS["llama"] | HEADS)
     found = []
     for gate in ("array", "kernel"):
         with installed() as log:
-            backend = MlxBackend("cpu", Gate(gate))
+            backend = make_backend(gate)
             model = backend.load(folder, dtype="float32")
             cache = model.new_cache(batch, 160)
             addresses = [np.array(rows, copy=False).ctypes.data for rows in (*cache.keys, *cache.values)]

@@ -1,4 +1,7 @@
-"""The MLX backend on MLX's CPU against the float64 specification: operations, and whole models of every family."""
+"""The MLX backend against the float64 specification: operations, and whole models of every family.
+
+On Metal where it is (there the gate decides between kernels and arrays), else on MLX's CPU.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ def test_inner_operation(case):
 
 @pytest.fixture(scope="module")
 def backend():
-    return create("cpu")
+    return create("auto")
 
 
 @pytest.mark.parametrize("case", cases(*WHOLE), ids=lambda case: case.name)

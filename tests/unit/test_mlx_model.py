@@ -20,6 +20,7 @@ if any(importlib.util.find_spec(module) is None for module in ("mlx", "mlx_lm", 
 import mlx.core as mx
 
 from dustin import interfaces, registry
+from dustin.backends.mlx_metal import loading
 from dustin.backends.mlx_metal.backend import MlxBackend, create
 from dustin.backends.mlx_metal.cache import MlxCache
 from dustin.backends.mlx_metal.model import MlxModel
@@ -155,6 +156,22 @@ def test_spec_and_fingerprint(backend, llama, tmp_path):
     assert len({model.spec.fingerprint for model in (again, other, half)}) == 3
     assert half.spec.bytes_per_kv_token == again.spec.bytes_per_kv_token / 2 == 2 * 3 * 2 * 16 * 2
     assert half.forward(backend.tokens([[1]]), [1], half.new_cache(1, 4)).logits.dtype == mx.float32
+
+
+def test_norms_in_fp32_beside_half_precision_weights(backend, tmp_path):
+    """Some folders keep them so; q and k then come out in fp32, and the cache stays in half precision."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = write_model(tmp_path / "mixed", CONFIGS["qwen3"])
+    for path in folder.glob("*.safetensors"):
+        save_file({k: w if "norm" in k else w.astype(np.float16) for k, w in load_file(path).items()}, path)
+    inner, config, name = loading.load(folder, None)
+    model = MlxModel(inner, config, name, Gate("array"))
+    exact = backend.load(folder, dtype="float32")
+    assert model.dtype == model.new_cache(1, 4).keys[0].dtype == mx.float16
+    assert inner.model.norm.weight.dtype == mx.float32
+    ids = ids_of(30)
+    assert relative_rms(run(backend, model, ids, [20, 4, 1]), run(backend, exact, ids, [])) < 2e-2
 
 
 def test_limited_vocabulary(backend, tmp_path):
