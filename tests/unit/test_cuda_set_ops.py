@@ -1,0 +1,124 @@
+"""Selection's further operations on paged caches, under Triton's interpreter, against the CPU backend on the same model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs below, in a process of its own")
+
+
+def test_under_the_interpreter():
+    """Triton reads TRITON_INTERPRET when it is imported, so these tests need a fresh process."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("already interpreted")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.fixture(scope="module")
+def sides():
+    """(backend, model, cache of [40, 70] rows, queries of 3 rows of all heads) on the CPU and paged."""
+    from dustin.backends.torch_triton.backend import TorchBackend
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.scoring import all_heads
+    from tests.unit.test_cuda_interpreted import make_models
+
+    made = []
+    for kind, model in zip((TorchBackend, CudaBackend), make_models(), strict=True):
+        backend = kind(torch.device("cpu"))
+        cache = model.new_cache(2, 80)
+        tokens = torch.randint(0, 50, (2, 70), generator=torch.Generator().manual_seed(2))
+        model.forward(tokens, [40, 70], cache, logits="none")
+        tap = all_heads(model.spec, [0, 1])
+        queries = model.forward(tokens[:, :3], [3, 3], cache, tap=tap, logits="none").queries
+        cache.rollback([40, 70])
+        made.append((backend, model, cache, queries, tap))
+    return made
+
+
+def both(sides, call):
+    """The two answers, cut to the same columns."""
+    one, other = (call(*side) for side in sides)
+    width = min(one.shape[1], other.shape[1])
+    return one[:, :width], other[:, :width]
+
+
+@interpreted
+def test_scores_within_a_set(sides):
+    def call(backend, model, cache, queries, tap):
+        chosen = backend.select(
+            None, None, cache.lengths, budget=30, num_sink_tokens=3, num_recent_tokens=9, num_draft_selected=0
+        )
+        return backend.score(queries, tap, model, cache, cache.lengths, chosen)
+
+    one, other = both(sides, call)
+    assert torch.equal(torch.isneginf(one), torch.isneginf(other))
+    assert torch.allclose(one, other, atol=1e-5)
+    assert torch.allclose(one.nan_to_num(neginf=0.0).sum(1), torch.ones(2), atol=1e-5)
+
+
+@interpreted
+def test_page_scores(sides):
+    one, other = both(sides, lambda b, m, c, q, tap: b.page_scores(q, tap, m, c, c.lengths, 16))
+    assert torch.equal(torch.isneginf(one), torch.isneginf(other)) and torch.allclose(one, other, atol=1e-5)
+
+
+@interpreted
+def test_more_rows_than_the_kernel_takes_at_once(sides):
+    def call(backend, model, cache, queries, tap):
+        many = {layer: q.repeat(1, 24, 1, 1) for layer, q in queries.items()}
+        return backend.score(many, tap, model, cache, cache.lengths)
+
+    one, other = both(sides, call)
+    assert torch.allclose(one, other, atol=1e-5)
+    few, _ = both(sides, lambda b, m, c, q, tap: b.score(q, tap, m, c, c.lengths))
+    assert torch.allclose(one, few[:, : one.shape[1]], atol=1e-5)
+
+
+@interpreted
+def test_sets_cut_by_mass_and_measured(sides):
+    def call(backend, model, cache, queries, tap):
+        scores = backend.score(queries, tap, model, cache, cache.lengths)
+        quota = {"budget": 36, "num_sink_tokens": 3, "num_recent_tokens": 9}
+        chosen = backend.select(scores, None, cache.lengths, num_draft_selected=0, **quota)
+        cut = backend.keep_mass(chosen, scores, cache.lengths, mass=0.4, num_sink_tokens=3, num_recent_tokens=9)
+        mass, sizes = backend.set_mass(cut, scores), backend.set_sizes(cut)
+        assert all(m >= 0.4 - 1e-6 for m in mass) and all(n < 36 for n in sizes)
+        return torch.tensor([[*row, *[0.0] * 60][:60] for row in ([float(n)] for n in sizes)])
+
+    one, other = both(sides, call)
+    assert torch.equal(one, other)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["specattn", "quest", "oracle"])
+def test_selectors_agree_with_the_cpu(sides, name):
+    from dustin.config import EngineOptions
+    from dustin.interfaces import SelectionContext
+    from dustin.scoring import Scoring
+    from dustin.selection import create_selector
+
+    def call(backend, model, cache, queries, tap):
+        options = EngineOptions(selector=name, budget=30, num_sink_tokens=3, num_recent_tokens=9)
+        selector = create_selector(options, Scoring(tap, tap), model.spec)
+        last = backend.gather_rows(queries, [2, 2])
+        fed = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        context = SelectionContext(
+            backend, model, cache, cache.lengths, last, tap, model, cache, queries, tap, fed, (3, 3), queries
+        )
+        chosen = selector.select(context)
+        rows = [chosen, *chosen.by_layer.values()]
+        return torch.cat([part.indices[:, :30] for part in rows], 1)
+
+    one, other = both(sides, call)
+    assert torch.equal(one, other)
