@@ -295,6 +295,9 @@ class _Printer:
             click.echo(json.dumps(self.rows))
         elif self.form == "table":
             click.echo("tok/s: of the whole batch; accepted: tokens a verification; sparse and rectified are approximate")
+            dtype = self.common["dtype"]
+            if dtype in ("bfloat16", "float16") and any(row["lossless"] and not row["same_as_ar"] for row in self.rows):
+                click.echo(f"in {dtype} near-ties may fall either way in any mode; with --dtype float32 the tokens are equal")
 
 
 def _line(row: Row) -> str:

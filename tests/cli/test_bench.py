@@ -109,6 +109,18 @@ def test_selectors_that_look_at_the_prompt_get_its_rows(bench: Any) -> None:
     assert json.loads(out)[1]["mode"] == "sparse"
 
 
+@pytest.mark.parametrize(("dtype", "same", "said"), [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])
+def test_near_ties_are_explained_where_they_show(dtype: str, same: bool, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    common = {"model": "m", "draft": None, "backend": "torch", "device": "cpu", "dtype": dtype, "max_tokens": 4}
+    row = {"context": 8, "batch": 1, "mode": "exact", "drafter": "none", "lossless": True, "tokens_per_s": 1.0, "ratio": None}
+    row |= {"acceptance_length": 1.0, "kv_read_share": 1.0, "peak_memory_bytes": 1, "equal_leading_share": 0.5, "same_as_ar": same}
+    printed = bench_command._Printer("table", common)
+    printed.add(row)
+    printed.end()
+    out = capsys.readouterr().out
+    assert ("near-ties may fall either way" in out) == said and " - " in out
+
+
 def test_equal_share() -> None:
     assert equal_share([[1, 2, 3, 4]], [[1, 2, 9, 4]]) == 0.5
     assert equal_share([[1], []], [[1], [2]]) == 0.5
