@@ -109,7 +109,7 @@ def test_selectors_that_look_at_the_prompt_get_its_rows(bench: Any) -> None:
     assert json.loads(out)[1]["mode"] == "sparse"
 
 
-@pytest.mark.parametrize(("dtype", "same", "said"), [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])
+@pytest.mark.parametrize("dtype,same,said", [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])
 def test_near_ties_are_explained_where_they_show(dtype: str, same: bool, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
     common = {"model": "m", "draft": None, "backend": "torch", "device": "cpu", "dtype": dtype, "max_tokens": 4}
     row = {"context": 8, "batch": 1, "mode": "exact", "drafter": "none", "lossless": True, "tokens_per_s": 1.0, "ratio": None}
