@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention_core import resolve_scale
 from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
 from .score_plan import (
     MAX_LAYERS,
@@ -73,21 +74,27 @@ def load_pages(pages, start, keys, length, PAGE: tl.constexpr, BLOCK_N: tl.const
 def key_logits(
     q_tile, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
     ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 logits [BLOCK_N, M] of keys start + [0, BLOCK_N); -inf at and beyond `length`, whatever lies there."""
-    rows = (page.to(tl.int64) * PAGE + (start + keys) % PAGE) * ROW
-    if D == BLOCK_D:
-        k = tl.load(keys_of_head + rows[:, None] + dims[None, :])
+    """Logits [BLOCK_N, M] of keys start + [0, BLOCK_N), -inf at and beyond `length`, whatever lies there: unscaled, or scaled
+    and in base 2 after a softcap."""
+    if PAGE % BLOCK_N == 0:
+        rows = keys_of_head + (page.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
     else:
-        k = tl.load(keys_of_head + rows[:, None] + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+        # Both are powers of two: a tile is whole pages.
+        rows = keys_of_head + ((page * PAGE + keys % PAGE).to(tl.int64) * ROW)[:, None]
+    if D == BLOCK_D:
+        k = tl.load(rows + dims[None, :])
+    else:
+        k = tl.load(rows + dims[None, :], mask=(dims < D)[None, :], other=0.0)
     s = tl.dot(k, q_tile, input_precision=PRECISION)
     if SOFTCAP:
         x = s * (scale_log2 * 0.6931471805599453) / softcap
         s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
-    else:
-        s = s * scale_log2
     if start + BLOCK_N > length:
+        if PDL:
+            # Long done. An effect keeps this a branch: selects would cost every tile.
+            tl.extra.cuda.gdc_launch_dependents()
         s = tl.where((start + keys < length)[:, None], s, float("-inf"))
     return s
 
@@ -120,6 +127,8 @@ def score_logits_kernel(
     pages = page_table + b.to(tl.int64) * stride_pt
     keys_of_head = k_pool + tl.load(kv_heads + group) * HEAD
     page = load_pages(pages, chunk * CHUNK, keys, length, PAGE, BLOCK_N)
+    next_page = load_pages(pages, chunk * CHUNK + BLOCK_N, keys, length, PAGE, BLOCK_N)
+    factor = 1.0 if SOFTCAP else scale_log2
     q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
     # A maximum for each strip of rows that one warp holds: no step of the loop has to wait for the other warps.
     PARTS: tl.constexpr = BLOCK_N // (STRIPS * STRIP)
@@ -128,7 +137,7 @@ def score_logits_kernel(
     sums = tl.zeros([PARTS, STRIPS, STRIP, BLOCK_M], tl.float32)
     slab = b.to(tl.int64) * tl.num_programs(1) + group
     lane = slab * BLOCK_M + m
-    # Whole tiles are kept: what lies beyond the length is never read.
+    # Whole tiles are kept, in rows of a multiple of eight weights: what lies beyond the length counts for nothing.
     first_tile = slab * tl.cdiv(nmax, BLOCK_N)
     place = keys[:, None] * ROWS + m[None, :]
     strips = tl.arange(0, STRIPS)[:, None] * BLOCK_M + m[None, :]
@@ -137,20 +146,23 @@ def score_logits_kernel(
         start = tl.multiple_of(start, BLOCK_N)
         s = key_logits(
             q_tile, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
-            ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION,
+            ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL,
         )  # fmt: skip
-        # Fetched one step ahead: in the pipeline that copies K it would make every step wait for the K before it.
-        page = load_pages(pages, start + BLOCK_N, keys, length, PAGE, BLOCK_N)
+        # Fetched two steps ahead: in the pipeline that copies K it would make every step wait for the K before it. The
+        # maximum is an operation: a value handed on as it is would keep the loop from being pipelined.
+        page = tl.maximum(next_page, 0)
+        next_page = load_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
         s = tl.reshape(s, [PARTS, STRIPS, STRIP, BLOCK_M])
-        m_new = tl.maximum(m_i, tl.max(tl.max(s, 0), 1))
+        # The maximum of unscaled logits, so that scaling and shifting are one instruction (a scale is above 0).
+        m_new = tl.maximum(m_i, tl.max(tl.max(s, 0), 1) * factor)
         # A strip whose keys all lie beyond the length keeps -inf; shifting by 0 instead keeps the exponentials free of NaN.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - shift[None, :, None, :])
+        p = tl.exp2(s * factor - shift[None, :, None, :])
         if KEEP:
             tile = first_tile + start // BLOCK_N
             kept = tl.reshape(p, [BLOCK_N, BLOCK_M]).to(weights.dtype.element_ty)
-            tl.store(weights + tile * (BLOCK_N * ROWS) + place, kept, mask=valid[None, :])
-            tl.store(tops + tile * (STRIPS * BLOCK_M) + strips, shift, mask=valid[None, :])
+            tl.store(weights + tile * (BLOCK_N * ROWS) + place, kept, mask=(m < ROWS)[None, :])
+            tl.store(tops + tile * (STRIPS * BLOCK_M) + strips, shift)
         sums = sums * tl.exp2(m_i - shift)[None, :, None, :] + p
         m_i = m_new
     best_of_chunk = tl.max(m_i, 0)
@@ -184,7 +196,8 @@ def score_mass_kernel(
     """Pass 2, program (tile of BLOCK_N keys, sequence): sums rows, then kv groups and layers, in fixed order."""
     begin_dependent(PDL)
     start = tl.program_id(0) * BLOCK_N
-    b = tl.program_id(1)
+    # What pass 1 wrote last is read first: it still lies in the L2.
+    b = tl.num_programs(1) - 1 - tl.program_id(1)
     length = tl.load(lengths + b)
     fed = tl.load(num_rows + b)
     keys = tl.arange(0, BLOCK_N)
@@ -202,17 +215,16 @@ def score_mass_kernel(
             head = tl.load(head_table + group * H + m % H)
             valid = (m // H < fed) & (head >= 0)
             slab = b.to(tl.int64) * (LAYERS * KVH) + group
-            inside = valid[None, :] & (position < length)[:, None]
             tile = slab * tl.cdiv(nmax, BLOCK_N) + tl.program_id(0)
-            p = tl.load(weights + tile * (BLOCK_N * ROWS) + keys[:, None] * ROWS + m[None, :], mask=inside, other=0.0)
-            strips = (tile * STRIPS + tl.arange(0, STRIPS))[:, None] * BLOCK_M + m[None, :]
-            top = tl.load(tops + strips, mask=valid[None, :], other=0.0)
+            p = tl.load(weights + tile * (BLOCK_N * ROWS) + keys[:, None] * ROWS + m[None, :], mask=(m < ROWS)[None, :], other=0.0)
+            top = tl.load(tops + (tile * STRIPS + tl.arange(0, STRIPS))[:, None] * BLOCK_M + m[None, :])
             # Rows that do not count get an infinite log-sum-exp, hence mass 0.
             shift = tl.load(lse + slab * BLOCK_M + m, mask=valid, other=float("inf"))
-            factor = tl.exp2(top - shift[None, :])
+            share = tl.exp2(top - shift[None, :])
             p = tl.reshape(p.to(tl.float32), [BLOCK_N // (STRIPS * STRIP), STRIPS, STRIP, BLOCK_M])
-            mass += tl.reshape(tl.sum(p * factor[None, :, None, :], 3), [BLOCK_N])
+            mass += tl.reshape(tl.sum(p * share[None, :, None, :], 3), [BLOCK_N])
     else:
+        factor = 1.0 if SOFTCAP else scale_log2
         pages = page_table + b.to(tl.int64) * stride_pt
         page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
         for group in range(LAYERS * KVH):
@@ -222,11 +234,11 @@ def score_mass_kernel(
             q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
             s = key_logits(
                 q_tile, k_pool + tl.load(kv_heads + group) * HEAD, page, start, keys, length, dims, scale_log2, softcap,
-                ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION,
+                ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL,
             )  # fmt: skip
             slab = b.to(tl.int64) * (LAYERS * KVH) + group
             shift = tl.load(lse + slab * BLOCK_M + m, mask=valid, other=float("inf"))
-            mass += tl.sum(tl.exp2(s - shift[None, :]), 1)
+            mass += tl.sum(tl.exp2(s * factor - shift[None, :]), 1)
     mass = mass * (weight / fed.to(tl.float32))
     if ADD:
         mass += tl.load(row_scores + position, mask=position < length, other=0.0)
@@ -323,10 +335,10 @@ def score_layers(
     need = (shape.num_weights, shape.num_tops, shape.num_stats, shape.num_lanes)
     if any(h < n for h, n in zip(have, need, strict=True)):
         raise ValueError(f"workspace: expected at least {need} weights, tops, statistics, lanes, got {have}")
-    scale = 1.0 / math.sqrt(dim) if scale is None else scale
+    scale = resolve_scale(scale, dim)
     options = {} if INTERPRETED else {"launch_pdl": True}
     common = {
-        "LAYERS": layers, "KVH": kv_groups, "H": per_group, "ROWS": rows * per_group, "ROW": pool.stride(1),
+        "LAYERS": layers, "KVH": kv_groups, "H": per_group, "ROWS": shape.row_weights, "ROW": pool.stride(1),
         "HEAD": pool.stride(2), "D": dim, "BLOCK_D": power_of_two(dim, 16), "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.config.block_n, "STRIPS": shape.strips, "STRIP": 16,
         "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep,

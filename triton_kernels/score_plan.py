@@ -87,7 +87,7 @@ class ScoreWorkspace:
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """Sizes of one call, in elements; `strips` of a tile's rows keep a maximum each."""
+    """Sizes of one call, in elements; `strips` of a tile's rows keep a maximum each, a key keeps `row_weights` weights."""
 
     config: ScoreConfig
     block_m: int
@@ -99,6 +99,7 @@ class ScoreShape:
     num_lanes: int
     keep: bool
     strips: int
+    row_weights: int
 
     def workspace(self, dtype: torch.dtype, device: torch.device | str) -> ScoreWorkspace:
         return ScoreWorkspace(self.num_weights, self.num_tops, self.num_stats, self.num_lanes, dtype, device)
@@ -138,8 +139,10 @@ def score_shape(
     tiles = triton.cdiv(nmax, config.block_n)
     # As the rows of a product lie on four warps: sixteen to each, again every sixty-four.
     strips = 4 if config.block_n >= 64 else 1
-    weights, tops = (slabs * tiles * config.block_n * rows * per_group, lanes * tiles * strips) if keep else (0, 0)
-    return ScoreShape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips)
+    # Whole vectors of eight, so that stores are wide.
+    row_weights = triton.cdiv(rows * per_group, 8) * 8
+    weights, tops = (slabs * tiles * config.block_n * row_weights, lanes * tiles * strips) if keep else (0, 0)
+    return ScoreShape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips, row_weights)
 
 
 def workspace_for(
