@@ -39,6 +39,15 @@ def check_lengths(name: str, values: Sequence[int], low: Sequence[int], high: Se
     return tuple(int(value) for value in values)
 
 
+def check_copy(source: int, target: int, length: int, lengths: Sequence[int]) -> None:
+    """The arguments of a KVCache.copy_row. Raise ValueError on a sequence or a length out of range."""
+    for name, row in (("source", source), ("target", target)):
+        if not 0 <= row < len(lengths):
+            raise ValueError(f"{name} is {row}, expected 0 to {len(lengths) - 1}")
+    if not 0 <= length <= lengths[source]:
+        raise ValueError(f"length is {length}, expected 0 to the {lengths[source]} rows of sequence {source}")
+
+
 def check_forward(
     num_layers: int, tokens: Any, num_tokens: Sequence[int], cache: Any, tap: Tap | None, logits: str
 ) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:

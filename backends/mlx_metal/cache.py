@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dustin.backends.common.checks import check_lengths, check_memory, host_bytes
+from dustin.backends.common.checks import check_copy, check_lengths, check_memory, host_bytes
 
 
 def free_bytes() -> int | None:
@@ -92,6 +92,17 @@ class MlxCache:
         dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
         self._lengths = new
         return dropped
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`. Raise ValueError on a sequence or length out of range."""
+        check_copy(source, target, length, self._lengths)
+        if self.fence is not None:
+            mx.eval(self.fence)
+        for stores in (self.keys, self.values):
+            for layer in range(len(stores)):
+                stores[layer][target, :length] = stores[layer][source, :length]
+                mx.eval(stores[layer])
+        self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> MlxCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dustin.backends.common.checks import check_copy
 from dustin.errors import MemoryLimitError
 
 Floats = npt.NDArray[np.float64]
@@ -93,6 +94,14 @@ class Cache:
         dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
         self._lengths = new
         return dropped
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`. Raise ValueError on a sequence or length out of range."""
+        check_copy(source, target, length, self._lengths)
+        for store in (*self.keys, *self.values):
+            store[target, length:] = np.nan
+            store[target, :length] = store[source, :length]
+        self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> Cache:
         """A new cache of the given sequences (repeats allowed) that shares no memory with this one."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dustin.backends.common.checks import check_forward, check_lengths, check_memory, host_bytes
+from dustin.backends.common.checks import check_copy, check_forward, check_lengths, check_memory, host_bytes
 
 __all__ = ["TorchCache", "available_bytes", "check_forward", "check_lengths"]
 
@@ -92,6 +92,13 @@ class TorchCache:
     def places(self, indices: torch.Tensor) -> torch.Tensor:
         """Where tokens [B, n] of each sequence lie in `flat_keys`."""
         return indices.long() + self.capacity * torch.arange(self.batch, device=self.device)[:, None]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`. Raise ValueError on a sequence or length out of range."""
+        check_copy(source, target, length, self._lengths)
+        for store in (*self.keys, *self.values):
+            store[target, :length] = store[source, :length]
+        self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> TorchCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dustin.backends.common.checks import check_copy
 from dustin.backends.torch_triton.cache import available_bytes, check_lengths
 from dustin.errors import MemoryLimitError
 
@@ -156,6 +157,18 @@ class PagedCache:
         """Where tokens [B, n] of each sequence lie in `flat_keys`."""
         at, size = indices.long(), self.pool.page_size
         return self.page_table.long().gather(1, at // size) * size + at % size
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`. Raise ValueError on a sequence or length out of range."""
+        check_copy(source, target, length, self._lengths)
+        used = -(-length // self.pool.page_size)
+        if used and not self._pages[target]:
+            raise ValueError(f"target is {target}, expected a sequence whose pages were not given back")
+        old, new = (torch.tensor(self._pages[row][:used], device=self.pool.device) for row in (source, target))
+        for store in (*self.pool.keys, *self.pool.values):
+            if used:
+                store[new] = store[old]
+        self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> PagedCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""

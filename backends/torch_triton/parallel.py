@@ -62,6 +62,11 @@ class ParallelCache:
             self._mailbox.append(("rollback", self.number, self.local.lengths))
         return dropped
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`, on every rank."""
+        self.local.copy_row(source, target, length)
+        self._mailbox.append(("copy_row", self.number, source, target, length))
+
     def take(self, rows: Sequence[int], capacity: int | None = None) -> ParallelCache:
         """A new cache with copies of the given sequences, on every rank."""
         local = self.local.take(rows, capacity)

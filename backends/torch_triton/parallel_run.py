@@ -209,6 +209,8 @@ class Follower:
             self._models[number][0].limit_vocabulary(rest[0])
         elif what == "rollback":
             self._caches[number].rollback(rest[0])
+        elif what == "copy_row":
+            self._caches[number].copy_row(*rest)
         elif what == "take":
             self._caches[rest[0]] = self._caches[number].take(rest[1], rest[2])
         else:

@@ -168,6 +168,9 @@ class ModelCheck:
         taken = mine.take([2, 0, 2]), its.take([2, 0, 2])
         self.step("taken rows", *taken, [2, 1, 4], logits="last")
         self.step("the original after take", mine, its, [1, 1, 1])
+        for cache in (mine, its):
+            cache.copy_row(2, 0, 9)
+        self.step("a row that begins as another one does", mine, its, [3, 1, 2])
         self.rollback(mine, its, [0, 3, 18])
         sets = [side.select(None, None, its.lengths, **quota) for side in (self.backend, self.oracle)]
         self.step("sparse after an empty row", mine, its, [3, 1, 2], sets=sets)

@@ -59,6 +59,23 @@ def test_rollback_is_by_length_and_a_finished_row_frees_its_pages():
         cache.check_room([1, 1])
 
 
+def test_copy_row_copies_pages_and_leaves_the_rest():
+    pool = make_pool(8)
+    cache = PagedCache(pool, batch=2, capacity=12)
+    cache.advance([11, 3])
+    for store in (*pool.keys, *pool.values):
+        store.copy_(torch.randn_like(store))
+    rows = [[store[cache.page_table[b].long()].flatten(0, 1).clone() for store in (*pool.keys, *pool.values)] for b in range(2)]
+    cache.copy_row(0, 1, 6)
+    assert cache.lengths == (11, 6)
+    for store, first in zip((*pool.keys, *pool.values), rows[0], strict=True):
+        both = [store[cache.page_table[b].long()].flatten(0, 1) for b in range(2)]
+        assert torch.equal(both[1][:6], first[:6]) and torch.equal(both[0][:11], first[:11])
+    for arguments in ((0, 2, 1), (-1, 0, 1), (1, 0, 7)):
+        with pytest.raises(ValueError, match="expected 0 to"):
+            cache.copy_row(*arguments)
+
+
 @pytest.mark.parametrize("pages", [4, 16])
 def test_take_copies_rows_also_into_a_pool_of_its_own(pages):
     pool = make_pool(pages)
