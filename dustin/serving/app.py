@@ -103,7 +103,9 @@ class Server:
         return _json(self._model())
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
+        session = self.scheduler.session
+        known = {*self.names, session.target.spec.name} if session is not None else set(self.names)
+        if name is not None and name not in known:
             text = f"the model {name[:100]!r} is not loaded here, this server has {self.names[0]!r}"
             raise RequestFailure(404, text, param="model", code="model_not_found")
 
