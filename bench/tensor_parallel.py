@@ -1,0 +1,225 @@
+"""Decoding over several GPUs: the rounds of `bench decode` with the target split over ranks, both sides in one run.
+
+Every rank captures the same graphs, collectives in them. The draft runs on each rank; its tokens and the chosen set are
+those of rank 0. Start it with `torchrun --nproc-per-node 2 -m bench tensor_parallel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+from bench import decode_acceptance
+from bench import rows as result_rows
+from bench.decode import SLACK, DecodeBench, gpu_ms
+from bench.decode_acceptance import Acceptance
+from bench.decode_rounds import Queries, RoundOptions, Rounds, Side
+from dustin.backends.torch_triton.cuda_model import CudaModel
+from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_7B, qwen2_config, random_weights
+from dustin.backends.torch_triton.ranks import Ranks, join, leave
+from dustin.backends.torch_triton.sharding import Shard
+from dustin.interfaces import Tap
+from dustin.selection import draft_tap, target_tap
+
+SHAPES = {"7b": ("Qwen2.5-7B", QWEN2_7B), "72b": ("Qwen2.5-72B", qwen2_config(8192, 29568, 80, 64, 8, 152064))}
+
+
+class AllRanks:
+    """Peers of a shard whose logits every rank gets whole. `quiet` leaves the collectives out, to see what they cost."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size, self.variant = ranks.rank, ranks.size, None
+        self.group = ranks._data
+        self.quiet = False
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        if not self.quiet:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, size * n] from every rank's [R, n]."""
+        parts = x.new_empty(self.size, *x.shape)
+        if self.quiet:
+            parts[:] = x
+        else:
+            dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        return parts.transpose(0, 1).reshape(len(x), -1)
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x."""
+        if not self.quiet:
+            dist.broadcast(x, 0, group=self.group)
+        return x
+
+
+class SplitSide(Side):
+    """A target of which this rank holds a shard: it scores with its own heads, and the scores are summed."""
+
+    def __init__(self, model: CudaModel, cache: Any, tap: Tap, own: Tap, peers: AllRanks) -> None:
+        super().__init__(model, cache, own)
+        self._peers = peers
+        total = sum(len(heads) for heads in tap.heads.values())
+        # Side.score means over the rank's own layers and heads; each rank counts by its share of them.
+        self._share = sum(len(heads) for heads in own.heads.values()) / total
+
+    def score(self, queries: Queries, lengths: torch.Tensor, num_rows: torch.Tensor, columns: int) -> torch.Tensor:
+        """[B, columns] fp32, -inf beyond the lengths."""
+        mine = super().score(queries, lengths, num_rows, columns) * self._share
+        return self._peers.sum(mine)
+
+
+class SplitRounds(Rounds):
+    """Rounds whose drafts and sets are rank 0's on every rank."""
+
+    peers: AllRanks
+
+    def propose(self) -> tuple[torch.Tensor, Queries]:
+        """See Rounds.propose."""
+        drafts, queries = super().propose()
+        return self.peers.from_first(drafts.contiguous()), queries
+
+    def select(self, by_target: torch.Tensor, by_draft: torch.Tensor) -> None:
+        """See Rounds.select."""
+        super().select(by_target, by_draft)
+        self.peers.from_first(self.indices)
+        self.peers.from_first(self.counts)
+
+
+class SplitBench(DecodeBench):
+    """`DecodeBench` on one rank of several."""
+
+    def __init__(
+        self, ranks: Ranks, shape: str, context: int, budget: int, paper: bool, drafts: int, acceptance: Acceptance, most: int
+    ) -> None:
+        device = ranks.device
+        self.ranks, self.peers = ranks, AllRanks(ranks)
+        self.num_drafts, self.acceptance = drafts, acceptance
+        self.device, self.context, self.budget, self.paper = device, context, budget, paper
+        self.name, whole = SHAPES[shape]
+        self.whole = whole
+        shard = Shard(ranks.rank, ranks.size)
+        local = shard.config(whole)
+        _, share = shard.vocabulary(whole.vocab_size)
+        weights = random_weights(dataclasses.replace(local, vocab_size=share), torch.bfloat16, device, 1 + ranks.rank)
+        self.target = CudaModel(local, weights, f"{self.name} shard {ranks.rank}", self.peers)
+        self.draft = CudaModel(QWEN2_0_5B, random_weights(QWEN2_0_5B, torch.bfloat16, device, 99), "qwen2.5-0.5b-shape")
+        for model in (self.target, self.draft):
+            model.limit_vocabulary(QWEN2_0_5B.vocab_size)
+            pool = model.new_cache(-(-most // 65536), 65536).pool
+            for store in (*pool.keys, *pool.values):
+                store.normal_(generator=torch.Generator(device).manual_seed(3))
+        self.results: list[dict[str, Any]] = []
+        self.baseline: dict[tuple[int, int], float] = {}
+        self.capture_seconds = 0.0
+
+    def sides(self, batch: int) -> tuple[Side, Side]:
+        """This rank's shard of the target, and the draft."""
+        spec = dataclasses.replace(self.target.spec, num_heads=self.whole.num_heads, num_kv_heads=self.whole.num_kv_heads)
+        tap, drafts = target_tap(spec), draft_tap(self.draft.spec)
+        if self.paper:
+            step = self.whole.num_heads // 4
+            tap = Tap({max(tap.heads): (0, step, 2 * step, 3 * step)})
+            drafts = Tap({layer: (0, 3, 7, 10) for layer in drafts.heads})
+        held = self.whole.num_heads // self.ranks.size
+        first = self.ranks.rank * held
+        own = Tap({i: tuple(h - first for h in heads if first <= h < first + held) for i, heads in tap.heads.items()})
+        caches = [model.new_cache(batch, self.context + SLACK) for model in (self.target, self.draft)]
+        return SplitSide(self.target, caches[0], tap, own, self.peers), Side(self.draft, caches[1], drafts)
+
+    def rounds(
+        self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None
+    ) -> Rounds:
+        """See DecodeBench.rounds."""
+        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget)
+        kind = "sparse" if sparse else "dense"
+        accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
+        state = SplitRounds(*(sides or self.sides(batch)), options, self.context, accepted)
+        state.peers = self.peers
+        return state
+
+    def record(self, batch: int, mode: str, tokens: int, seconds: float, **more: Any) -> None:
+        """One row, with the number of ranks."""
+        super().record(batch, mode, tokens, seconds, **more, tensor_parallel=self.ranks.size)
+        row = self.results[-1]
+        row["card"] = f"{self.ranks.size} x {row['card']}"
+        row["model"] = f"{self.name} + Qwen2.5-0.5B shapes"
+        row["baseline"] = f"our dense autoregressive decoding with CUDA graphs on the same {self.ranks.size} cards"
+
+    def _breakdown(self, state: Rounds) -> dict[str, float]:
+        """The phases, and what the verification's collectives take: its time with them less its time without."""
+        times = super()._breakdown(state)
+        state.reset()
+        drafts = torch.ones(state.batch, state.options.num_draft_tokens, dtype=torch.int32, device=self.device)
+        with self._quiet():
+            alone = gpu_ms(self.capture(lambda: state.verify(drafts)))
+        state.reset()
+        collectives = max(0.0, times["verify_us"] - 1e3 * alone)
+        round_us = sum(times.get(name, 0.0) for name in ("draft_us", "score_us", "select_us", "verify_us", "accept_us"))
+        return times | {"collectives_us": round(collectives, 1), "collectives_share": round(collectives / round_us, 4)}
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        self.peers.quiet = True
+        try:
+            yield
+        finally:
+            self.peers.quiet = False
+
+
+@click.command()
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="7b", show_default=True)
+@click.option("--batches", default="32", show_default=True, help="Batch sizes, in turn.")
+@click.option("--context", default=32768 - SLACK, show_default=True, help="Tokens a sequence has when decoding starts.")
+@click.option("--budget", default=512, show_default=True, help="Tokens of the sparse set.")
+@click.option("--drafts", default=5, show_default=True, help="Draft tokens a round.")
+@click.option("--modes", default="ar,dense,sparse,both,rectified,exact", show_default=True, help="What to measure.")
+@click.option("--blocks", default="8", show_default=True, help="Blocks of mode exact.")
+@click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
+@click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
+def main(
+    shape: str, batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, output: Path
+) -> None:
+    """Decoding speed over the GPUs of torchrun's ranks, random weights, acceptance replayed; rows are appended."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise click.UsageError("one rank is running, expected two or more: torchrun --nproc-per-node 2 -m bench tensor_parallel")
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if number >= torch.cuda.device_count():
+        raise click.UsageError(f"{torch.cuda.device_count()} GPUs are here, expected one for each rank")
+    ranks = join()
+    ranks.open(torch.device("cuda", number))
+    sizes = [int(b) for b in batches.split(",") if b]
+    acceptance = decode_acceptance.choose("auto", result_rows.RESULTS / "acceptance.json", "")
+    earlier = result_rows.read(output) if output.exists() else []
+    with torch.inference_mode():
+        began = time.perf_counter()
+        most = max(sizes) * (context + SLACK + 64)
+        bench = SplitBench(ranks, shape, context, budget, paper_scoring, drafts, acceptance, most)
+        torch.cuda.synchronize()
+        if ranks.rank:
+            sys.stderr = open(os.devnull, "w")
+        click.echo(f"shards and caches made in {time.perf_counter() - began:.1f} s", err=True)
+        for batch in sizes:
+            for name in modes.split(","):
+                bench.run(name, batch, [int(block) for block in blocks.split(",")])
+                gc.collect()
+                if ranks.rank == 0:
+                    result_rows.write(output, earlier + bench.results)
+        click.echo(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB a card", err=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
