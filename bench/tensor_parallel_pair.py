@@ -88,7 +88,7 @@ def main(
             "commit": os.environ.get("BENCH_COMMIT") or result_rows.commit(),
         }
         found.append(row)
-        click.echo(f"{mode:8s} identical {row['identical']} of {count} {differences}, x{row['ratio_to_one']} of one device", err=True)
+        click.echo(f"{mode:8s} identical {row['identical']} of {count} {differences}, x{row['ratio_to_one']} of one", err=True)
         result_rows.write(output, found)
     registry.leave_ranks()
 
