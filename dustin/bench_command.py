@@ -14,7 +14,7 @@ import click
 
 from dustin import __version__
 from dustin.cli_options import CONTEXT, build_engine_options, debug_option, engine_options, loading_options, refuse_useless
-from dustin.config import MODES, RequestOptions
+from dustin.config import MODES, EngineOptions, RequestOptions
 from dustin.errors import ContextLengthError, NumericsError, UsageError
 from dustin.help_pages import Sectioned
 from dustin.terminal import note, prefill_bar, read_file
@@ -127,22 +127,31 @@ def measure_case(
     session: Any, prompts: Prompts, context: int, batch: int, modes: Sequence[str], request: RequestOptions, repeats: int
 ) -> Iterator[Row]:
     """One row a mode, plain decoding first: the median of `repeats` runs, which take turns between the modes."""
+    options = session.options
     speeds: dict[str, list[float]] = {mode: [] for mode in modes}
     last: dict[str, tuple[Any, list[list[int]]]] = {}
     if session.backend.device != "cpu":
         # A first run on a GPU compiles kernels and records graphs.
         for mode in modes:
             note(f"context {context}, batch {batch}, mode {mode}: warming up")
-            session.options = replace(session.options, mode=mode)
+            session.options = options_of(options, mode)
             _run(session, *prompts.case(context, batch, request.max_tokens), request)
     for turn in range(repeats):
         for mode in modes:
             note(f"context {context}, batch {batch}, mode {mode}" + (f", run {turn + 1} of {repeats}" if repeats > 1 else ""))
-            session.options = replace(session.options, mode=mode)
+            session.options = options_of(options, mode)
             last[mode] = _run(session, *prompts.case(context, batch, request.max_tokens), request)
             speeds[mode].append(last[mode][0].generation_tps)
             if turn == repeats - 1:
                 yield _row(context, batch, mode, speeds, last)
+    session.options = options
+
+
+def options_of(options: EngineOptions, mode: str) -> EngineOptions:
+    """The options of one mode: what trades exactness away stays out of the modes that promise it."""
+    if mode in LOSSLESS:
+        return replace(options, mode=mode, relaxed_weight=0.0, route_confidence=0.0)
+    return replace(options, mode=mode)
 
 
 def _row(context: int, batch: int, mode: str, speeds: dict[str, list[float]], last: dict[str, Any]) -> Row:
@@ -200,7 +209,7 @@ def bench(ctx: click.Context, contexts: tuple[tuple[int, ...], ...], batches: tu
         raise UsageError("--json and --csv are two formats: give one of them")
     if values["files"].count("-") > 1:
         raise UsageError("stdin (-) can be read only once")
-    options = build_engine_options(values)
+    options = build_engine_options(values | {"mode": "sparse"})
     if values["draft_model"]:
         refuse_useless(ctx, values | {"mode": "dense"})
     lengths = sorted({length for group in contexts for length in group})
@@ -240,11 +249,12 @@ def _checked(session: Any, modes: Sequence[str], request: RequestOptions, contex
                 f"--context {context} and {request.max_tokens} new tokens exceed the {model.spec.context_length} tokens of "
                 f"{model.spec.name}: use --context {max(room, 1)} or less"
             )
-    unread = 1
+    unread, options = 1, session.options
     for mode in modes:
-        session.options = replace(session.options, mode=mode)
+        session.options = options_of(options, mode)
         engine = session.make_engine(Engine, session.resolve(request), Stats())
         unread = max(unread, engine.selector.prompt_rows)
+    session.options = options
     return min(unread, context)
 
 

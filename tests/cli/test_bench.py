@@ -13,7 +13,7 @@ import pytest
 from dustin import bench_command
 from dustin import cli as command_line
 from dustin.bench_command import Prompts, equal_share
-from dustin.generation import load
+from dustin.generation import Session, load
 from tests import tiny_model
 
 
@@ -119,6 +119,24 @@ def test_near_ties_are_explained_where_they_show(dtype: str, same: bool, said: b
     printed.end()
     out = capsys.readouterr().out
     assert ("near-ties may fall either way" in out) == said and " - " in out
+
+
+def test_options_that_trade_exactness_away_stay_in_the_approximate_modes(
+    bench: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    start = Session._start
+
+    def noted(self: Session, *args: Any) -> Any:
+        seen.append((self.options.mode, self.options.route_confidence))
+        return start(self, *args)
+
+    monkeypatch.setattr(Session, "_start", noted)
+    shape = ("--context", "64,72", "--batch", 1, "-n", 6, "--budget", 48, "--modes", "sparse,dense", "--json")
+    code, out, err = bench(*shape, "--draft-model", model, "--route-confidence", "0.5")
+    rows = json.loads(out)
+    assert code == 0 and [row["lossless"] for row in rows] == [True, False, True] * 2, err
+    assert rows[2]["same_as_ar"] and seen == [("ar", 0.0), ("sparse", 0.5), ("dense", 0.0)] * 2
 
 
 def test_equal_share() -> None:
