@@ -59,15 +59,20 @@ def above_threshold(key, low, at_low, want, slack):
 @triton.jit
 def take_top(key, want):
     """Mask of the `want` largest keys [N] uint32; among equal keys the lower positions; never a key of 0."""
-    # At least `want` keys are >= low (or all are), fewer are >= high.
+    # At least `want` keys are >= low (or all are), fewer are >= high. One sum counts at two places: a third remains.
     high, low, at_low = extent(key)
     while (high - low > 1) & (at_low > want) & (want > 0):
-        middle = low + (high - low) // 2
-        count = tl.sum((key >= middle).to(tl.int32), 0)
-        enough = count >= want
-        at_low = tl.where(enough, count, at_low)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        first = low + tl.maximum((high - low) // 3, 1)
+        second = low + tl.maximum((high - low) // 3 * 2, 1)
+        if key.shape[0] < 65536:
+            both = (key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16)
+            counts = tl.sum(both, 0)
+            at_first, at_second = (counts & 0xFFFF).to(tl.int32), (counts >> 16).to(tl.int32)
+        else:
+            at_first, at_second = tl.sum((key >= first).to(tl.int32), 0), tl.sum((key >= second).to(tl.int32), 0)
+        high = tl.where(at_second >= want, high, tl.where(at_first >= want, second, first))
+        low = tl.where(at_second >= want, second, tl.where(at_first >= want, first, low))
+        at_low = tl.where(at_second >= want, at_second, tl.where(at_first >= want, at_first, at_low))
     return above_threshold(key, low, at_low, want, 0)
 
 
