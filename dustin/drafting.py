@@ -33,8 +33,8 @@ class NoDrafter:
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
         """Nothing to prepare."""
 
-    def admit(self, row: int, keep: int) -> None:
-        """Row `row` of a running batch begins a new sequence whose first `keep` tokens are those of the one before."""
+    def admit(self, row: int, keep: int, source: int) -> None:
+        """Row `row` of a running batch begins a new sequence whose first `keep` tokens are those of row `source`."""
 
     def read(self, prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[int]:
         """Read the first tokens of some rows (none of the others), at most most[b] new ones; how many tokens each row has then."""
@@ -84,12 +84,15 @@ class ModelDrafter(NoDrafter):
             # What was read so far is dense, also when the reader gave up in the middle.
             self.dense_rows = list(self.cache.lengths)
 
-    def admit(self, row: int, keep: int) -> None:
-        """Keep what is dense of the first `keep` rows."""
+    def admit(self, row: int, keep: int, source: int) -> None:
+        """Keep what is dense of the first `keep` rows of `source`."""
         if self.cache is None:
             raise RuntimeError("admit was called before start")
-        kept = min(keep, self.dense_rows[row])
-        self.cache.rollback([kept if b == row else n for b, n in enumerate(self.cache.lengths)])
+        kept = min(keep, self.dense_rows[source])
+        if source == row:
+            self.cache.rollback([kept if b == row else n for b, n in enumerate(self.cache.lengths)])
+        else:
+            self.cache.copy_row(source, row, kept)
         self.dense_rows[row] = kept
 
     def read(self, prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[int]:
@@ -205,7 +208,7 @@ class LookupDrafter(NoDrafter):
         self._indices = [{} for _ in prompts]
         self._indexed = [0] * len(prompts)
 
-    def admit(self, row: int, keep: int) -> None:
+    def admit(self, row: int, keep: int, source: int) -> None:
         """Forget the row's n-grams: they are indexed when it first drafts."""
         self._indices[row], self._indexed[row] = {}, 0
 

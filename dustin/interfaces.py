@@ -96,6 +96,10 @@ class KVCache(Protocol):
         """Shorten each sequence to `lengths[b]`; return how many rows each dropped. Raise ValueError on a longer length."""
         ...
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`; its own rows are gone. Raise ValueError out of range."""
+        ...
+
     def take(self, rows: Sequence[int], capacity: int | None = None) -> KVCache:
         """A new, independent cache with copies of the given rows (a row may repeat), of the same capacity or another."""
         ...

@@ -18,13 +18,15 @@ from dustin.sequence import Event, Sequence
 _NOTHING = RequestOptions(max_tokens=1)
 # Tokens compared at once: prompts of 100,000 tokens meet many slots between two rounds.
 _COMPARED = 1024
+# Rows worth copying from another slot rather than reading them again.
+_WORTH_COPYING = 32
 
 
 class SlotDrafter(Drafter, Protocol):
     """A drafter whose rows begin anew one by one."""
 
-    def admit(self, row: int, keep: int) -> None:
-        """Row `row` begins a new sequence whose first `keep` tokens are those of the one before."""
+    def admit(self, row: int, keep: int, source: int) -> None:
+        """Row `row` begins a new sequence whose first `keep` tokens are those of row `source`."""
         ...
 
     def read(self, prompts: Seq[Seq[int]], most: Seq[int]) -> list[int]:
@@ -51,6 +53,8 @@ class SlotEngine(Engine):
         self.rows = [_nobody(slot) for slot in range(num_slots)]
         self._set_lengths = (0,) * num_slots
         self.drafter.start([row.tokens for row in self.rows], cache.capacity + self.options.num_draft_tokens, None)
+        self._following: dict[int, tuple[Sequence, int]] = {}
+        self.reused = [0] * num_slots
         self._auto = (self.planner, self.options) if self.planner is not None else None
         self._refresh_warp()
 
@@ -69,19 +73,17 @@ class SlotEngine(Engine):
     def reusable(self, slot: int, prompt: list[int]) -> int:
         """How many leading tokens of `prompt` the free slot's cache rows hold. One at least is read again, for its logits."""
         row = self.rows[slot]
-        if row.finish_reason == "error":
-            return 0
-        most = min(row.dense_rows, self._target_cache.lengths[slot], len(prompt) - 1)
-        for start in range(0, most, _COMPARED):
-            stop = min(start + _COMPARED, most)
-            if row.tokens[start:stop] != prompt[start:stop]:
-                return next(i for i in range(start, stop) if row.tokens[i] != prompt[i])
-        return most
+        return _common(row.tokens, prompt, min(self._dense(row), len(prompt) - 1))
 
-    def admit(self, sequence: Sequence) -> int:
-        """Take the free slot `sequence.row`; its prompt is read by `read_chunk`. Returns the prompt tokens that need no reading.
+    def _dense(self, row: Sequence) -> int:
+        """Leading cache rows of a slot that any sequence with the same tokens may use."""
+        return 0 if row.finish_reason == "error" else min(row.dense_rows, self._target_cache.lengths[row.row])
 
-        Raise ValueError when the slot is taken or too small.
+    def admit(self, sequence: Sequence) -> None:
+        """Take the free slot `sequence.row`; its prompt is read by `read_chunk`. Raise ValueError when it is taken or too small.
+
+        What the prompt has in common with the slot's last sequence, or with any other slot's, is not read again (`reused`).
+        Where the other one is itself still being read, this one waits for it.
         """
         slot = sequence.row
         old, cache = self.rows[slot], self._target_cache
@@ -90,14 +92,44 @@ class SlotEngine(Engine):
         if sequence.prompt_length + sequence.limit > cache.capacity:
             raise ValueError(f"the sequence needs {sequence.prompt_length + sequence.limit} rows, the slot has {cache.capacity}")
         keep = self.reusable(slot, sequence.tokens)
-        cache.rollback([keep if b == slot else n for b, n in enumerate(cache.lengths)])
-        self._slot_drafter.admit(slot, keep)
-        sequence.reading, sequence.dense_rows = True, keep
+        leader, shared = old, keep
+        for row in self.rows:
+            most = row.prompt_length if row.reading else self._dense(row)
+            common = _common(row.tokens, sequence.tokens, min(most, sequence.prompt_length - 1))
+            if row is not old and common >= shared + _WORTH_COPYING:
+                leader, shared = row, common
+        sequence.reading = True
         self.rows[slot] = sequence
         self.stats.sequences += 1
         self.stats.prompt_tokens += sequence.prompt_length
-        self.stats.reused_prompt_tokens += keep
-        return keep
+        self.reused[slot] = 0
+        self._begin_with(slot, keep, slot)
+        if leader is not old:
+            self._following[slot] = (leader, shared)
+
+    def _begin_with(self, slot: int, keep: int, source: int) -> None:
+        """The slot's cache rows become the first `keep` of `source`."""
+        cache = self._target_cache
+        if source == slot:
+            cache.rollback([keep if b == slot else n for b, n in enumerate(cache.lengths)])
+        else:
+            cache.copy_row(source, slot, keep)
+        self._slot_drafter.admit(slot, keep, source)
+        self.rows[slot].dense_rows = keep
+        self.stats.reused_prompt_tokens += keep - self.reused[slot]
+        self.reused[slot] = keep
+
+    def _follow(self) -> None:
+        """Copy what other slots have read by now for those that wait for it."""
+        for slot, (leader, shared) in list(self._following.items()):
+            row, there = self.rows[slot], 0
+            if self.rows[leader.row] is leader:
+                there = min(self._dense(leader), shared)
+                if there < shared and leader.reading:
+                    continue
+            del self._following[slot]
+            if row.reading and there > self._target_cache.lengths[slot]:
+                self._begin_with(slot, there, leader.row)
 
     def release(self, slot: int, reason: str = "cancelled") -> None:
         """End the sequence of a slot between rounds; its dense rows stay for a prompt that begins alike."""
@@ -105,25 +137,27 @@ class SlotEngine(Engine):
         if row.finish_reason is None:
             row.finish_reason = reason
         row.reading = False
+        self._following.pop(slot, None)
         self._refresh_warp()
 
     # Prompts.
 
     def read_chunk(self, most: int) -> list[Event]:
         """Read about `most` prompt tokens of the slots that are reading, shared fairly; a whole prompt gives its first token."""
-        reading = self.reading
-        if not reading:
+        if not self.reading:
             return []
         began = time.perf_counter()
+        self._follow()
+        reading = [row for row in self.reading if row.row not in self._following]
         cache = self._target_cache
         shares = self._shares(reading, most)
         goals = {row.row: cache.lengths[row.row] + shares[row.row] for row in reading}
         # The last prompt token is the draft's to feed with the first token the target emits.
-        wanted = [row.tokens[: min(goals[row.row], row.prompt_length - 1)] if row.reading else [] for row in self.rows]
+        wanted = [row.tokens[: min(goals[row.row], row.prompt_length - 1)] if row.row in goals else [] for row in self.rows]
         reached = self._slot_drafter.read(wanted, shares)
         # A draft that kept fewer rows catches up first.
         parts = [
-            row.tokens[cache.lengths[row.row] : goals[row.row]] if row.reading and have >= len(want) else []
+            row.tokens[cache.lengths[row.row] : goals[row.row]] if row.row in goals and have >= len(want) else []
             for row, want, have in zip(self.rows, wanted, reached, strict=True)
         ]
         events = self._read_parts(parts) if any(parts) else []
@@ -210,6 +244,15 @@ class SlotEngine(Engine):
     @property
     def _slot_drafter(self) -> SlotDrafter:
         return cast(SlotDrafter, self.drafter)
+
+
+def _common(tokens: list[int], others: list[int], most: int) -> int:
+    """How many of the first `most` tokens are equal."""
+    for start in range(0, most, _COMPARED):
+        stop = min(start + _COMPARED, most)
+        if tokens[start:stop] != others[start:stop]:
+            return next(i for i in range(start, stop) if tokens[i] != others[i])
+    return most
 
 
 def _nobody(slot: int) -> Sequence:

@@ -269,7 +269,7 @@ class Scheduler:
         slot = max(engine.free, key=lambda slot: (engine.reusable(slot, job.prompt), -self._used.get(slot, -1)))
         eos = frozenset(tokenizer.eos_ids) if tokenizer is not None else frozenset()
         job.sequence = Sequence(slot, job.prompt, job.request, job.request.max_tokens, eos, job.sink)
-        job.cached_tokens = engine.admit(job.sequence)
+        engine.admit(job.sequence)
         self._running[slot] = job
 
     def _hand_out(self, events: list[Event]) -> None:
@@ -281,6 +281,7 @@ class Scheduler:
             job = self._running[slot]
             if job.first_at is None:
                 job.first_at = now
+                job.cached_tokens = self._the_engine.reused[slot]
                 self.watcher.first_token(now - job.created)
             else:
                 self.watcher.tokens(len(batch), now - (job.last_at or now))

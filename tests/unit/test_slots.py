@@ -115,12 +115,13 @@ def test_a_slot_keeps_what_the_next_prompt_begins_with(mode: str) -> None:
     opts = options(mode, rectify_interval=4)
     engine = opened(opts, "draft", 1)
     first = Row(0, PROMPTS[0], requests()[0], 13, frozenset(), None)
-    assert engine.admit(first) == 0
+    engine.admit(first)
+    assert engine.reused == [0]
     finish(engine)
     second = [*first.tokens, 5, 6, 7]
     again = Row(0, second, requests()[2], 9, frozenset(), None)
-    kept = engine.admit(again)
-    assert kept >= len(PROMPTS[0]) and engine.stats.reused_prompt_tokens == kept
+    engine.admit(again)
+    assert engine.reused[0] >= len(PROMPTS[0]) and engine.stats.reused_prompt_tokens == engine.reused[0]
     finish(engine)
     alone, _ = run(make_engine(opts), [second], requests()[2])
     assert again.generated == alone[0].generated
@@ -130,9 +131,40 @@ def test_the_whole_prompt_again_reads_one_token() -> None:
     engine = opened(options("dense"), "draft", 1)
     for count in (0, len(PROMPTS[0]) - 1):
         row = Row(0, PROMPTS[0], requests()[0], 13, frozenset(), None)
-        assert engine.admit(row) == count
+        engine.admit(row)
+        assert engine.reused == [count]
         finish(engine)
         assert tuple(row.generated) == greedy(PROMPTS[0], 13)
+
+
+LONG = tuple(int(t) for t in np.random.default_rng(9).integers(0, VOCAB, 60))
+ALIKE = [(*LONG[:50], 1, 2), (*LONG[:50], 3), LONG[:55], LONG[:40], (5, *LONG[:45]), LONG[:55]]
+
+
+@pytest.mark.parametrize("mode", ["ar", "dense", "sparse", "rectified", "exact"])
+def test_what_prompts_share_is_read_once(mode: str) -> None:
+    opts = options(mode, rectify_interval=4)
+    engine = opened(opts, "draft" if mode != "ar" else "none", 4)
+    rows, _ = serve(engine, ALIKE, requests())
+    for row, prompt, request in zip(rows, ALIKE, requests(), strict=True):
+        alone, _ = run(make_engine(opts, "draft" if mode != "ar" else "none"), [prompt], request)
+        assert row.generated == alone[0].generated
+    # The first is read whole; the second and third copy 50 of its rows, the fourth 39; the last one finds 50 in its own slot.
+    assert engine.stats.reused_prompt_tokens == 50 + 50 + 39 + 50
+
+
+def test_who_follows_a_slot_that_is_released_reads_on_alone() -> None:
+    engine = opened(options("dense"), "draft", 3)
+    rows = [Row(slot, ALIKE[slot], requests()[0], 9, frozenset(), None) for slot in range(3)]
+    for row in rows:
+        engine.admit(row)
+    engine.read_chunk(35)
+    assert engine.cache.lengths == (35, 0, 0)  # type: ignore[union-attr]
+    engine.release(0)
+    engine.admit(Row(0, PROMPTS[1], requests()[1], 6, frozenset(), None))
+    finish(engine)
+    for row in rows[1:]:
+        assert tuple(row.generated) == greedy(tuple(row.tokens[: row.prompt_length]), 9)
 
 
 def test_a_released_slot_leaves_no_trace() -> None:
@@ -206,7 +238,8 @@ def test_random_schedules(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["admit", "admit", "read", "read", "step", "step", "step", "release"]))
         if action == "admit" and engine.free:
             n = data.draw(st.integers(0, 5))
-            row = Row(data.draw(st.sampled_from(engine.free)), PROMPTS[n], requests()[n], COUNTS[n], frozenset(), None)
+            prompt = data.draw(st.sampled_from([PROMPTS, ALIKE]))[n]
+            row = Row(data.draw(st.sampled_from(engine.free)), prompt, requests()[n], COUNTS[n], frozenset(), None)
             engine.admit(row)
             done.append(row)
         elif action == "read":
