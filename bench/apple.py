@@ -91,6 +91,7 @@ def measured(
                 continue
             say(show(row))
             yield row
+            forget()
 
 
 def generated(model: str, prompt_tokens: int, max_tokens: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -105,6 +106,13 @@ def generated(model: str, prompt_tokens: int, max_tokens: int, say: Callable[[st
         say(f"{model}: {error}")
         found.append({"model": model, "error": str(error)[:300]})
     return found
+
+
+def forget() -> None:
+    """Give the memory of the last case back before the next one is made."""
+    import mlx.core as mx
+
+    mx.clear_cache()
 
 
 def metal_here() -> bool:

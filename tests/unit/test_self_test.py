@@ -279,6 +279,25 @@ def test_metal_kernels_pass() -> None:
     assert len(found) == 6 and set(found.values()) == {"passed"}
 
 
+@needs("mlx_lm")
+def test_the_model_runs_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The MLX backend's checks with the kernels forced, as on a Mac, and the emulator in Metal's place."""
+    from tests.metal.emulator.build import compiler
+    from tests.metal.emulator.dropin import installed
+
+    if compiler() is None:
+        pytest.skip("the emulator needs g++ on Linux")
+    monkeypatch.setenv("DUSTIN_METAL_GATE", "kernel")
+    with installed() as log:
+        found = run("mlx")
+    assert [name for name, line in found.items() if line["state"] == "failed"] == []
+    assert {"mlx/prefill", "mlx/scores", "mlx/sparse verification"} <= set(found)
+    names = " ".join(kernel.name for kernel in log.kernels)
+    for name in ("append_kv", "dense_verify", "sparse_verify", "score_heads", "select_tokens"):
+        assert f"dustin_{name}_" in names
+    assert not log.findings
+
+
 # A seeded fault of tests/metal/faults.py -> the check that must see it.
 _METAL_FAULTS = {
     "future token visible": "dense_verify",
