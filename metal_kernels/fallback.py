@@ -17,10 +17,12 @@ def _column(x: Any, batch: int) -> Any:
 
 
 def _attend(q: Any, k: Any, v: Any, mask: Any, num_tokens: Any, scale: float) -> Any:
-    """q [B, T, Hq, D], k, v [B, K, Hkv, D], mask [B, 1, T, K] -> [B, T, Hq, D], 0 beyond num_tokens [B, 1]."""
+    """q [B, T, Hq, D], k, v [B, K, Hkv, D], mask [B, 1, T, K] -> [B, T, Hq, D], 0 beyond num_tokens [B, 1] (None: all T)."""
     import mlx.core as mx
 
     out = stock_attention(q, k, v, scale, mask)
+    if num_tokens is None:
+        return out
     live = mx.arange(q.shape[1])[None] < num_tokens
     return mx.where(live[:, :, None, None], out, mx.zeros((), q.dtype))
 
@@ -37,6 +39,10 @@ def stock_attention(q: Any, k: Any, v: Any, scale: float, mask: Any) -> Any:
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask).transpose(turn).astype(dtype)
 
 
+# Stock attention makes this mask itself, and its fast paths know it.
+CAUSAL = ("causal", None)
+
+
 def dense_plan(lengths: Any, num_tokens: Any, batch: int, rows: int, keys: int) -> tuple[Any, Any]:
     """(mask [B, 1, T, keys], num_tokens [B, 1]): what `dense_verify` needs besides q, k and v, the same for every layer."""
     import mlx.core as mx
@@ -48,7 +54,8 @@ def dense_plan(lengths: Any, num_tokens: Any, batch: int, rows: int, keys: int) 
 
 
 def dense_verify(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: float, plan: Any | None = None) -> Any:
-    """As metal_kernels.dense_verify.dense_verify; reads all Nmax rows of the cache. `plan` is a `dense_plan` of these shapes."""
+    """As metal_kernels.dense_verify.dense_verify; reads all Nmax rows of the cache. `plan` is a `dense_plan` of these shapes, or
+    CAUSAL where every sequence has T rows that end at the last row of k and v."""
     mask, column = plan or dense_plan(lengths, num_tokens, *q.shape[:2], k.shape[1])
     return _attend(q, k, v, mask, column, scale)
 

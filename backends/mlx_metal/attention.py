@@ -19,7 +19,7 @@ from dustin.backends.mlx_metal.cache import MlxCache
 from dustin.interfaces import TokenSet
 from dustin.metal_kernels.append_kv import append_kv
 from dustin.metal_kernels.attention import verify_attention
-from dustin.metal_kernels.fallback import stock_attention
+from dustin.metal_kernels.fallback import CAUSAL, stock_attention
 from dustin.metal_kernels.gate import Gate
 from dustin.metal_kernels.plan import HEAD_DIMS, MAX_ROWS
 
@@ -100,6 +100,7 @@ class Forward:
         self.long = num_rows > MAX_ROWS
         self.rows = [b for b, n in enumerate(counts) if n] if self.long else list(range(len(counts)))
         self.lengths, self.dtype = cache.lengths, cache.keys[0].dtype
+        self.uniform = len(set(self.lengths)) == 1 and set(counts) == {num_rows}
         self.in_place = not self.long and may_use_kernels(gate) and cache.keys[0].shape[3] in HEAD_DIMS
         self.heads, self.queries = heads, {}  # type: tuple[Mapping[int, tuple[int, ...]], dict[int, mx.array]]
         self.token_set = checked(token_set, self.lengths)
@@ -163,6 +164,11 @@ class Forward:
     ) -> mx.array:
         # Plans hold masks of the given counts, and with the in-place kernel `starts` must be read anew in every layer.
         plans = None if self.in_place or counts is not self.counts_array else self.plans
+        if chosen is None and counts is self.counts_array and self.uniform:
+            plans = {(None, k.shape[1]): CAUSAL}
+            if self.in_place:
+                # Without a mask nothing else of the array path would read `starts`, which orders it after the write.
+                q = q + mx.minimum(starts, 0).astype(q.dtype)[:, None, None, None]
         extra = () if chosen is None else (chosen.indices, chosen.counts)
         return verify_attention(q, k, v, starts, counts, scale, *extra, gate=self.gate, plans=plans)[0]
 

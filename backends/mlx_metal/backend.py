@@ -213,6 +213,18 @@ class MlxBackend:
         """[B, T] tokens; the lower index wins a tie."""
         return mx.argmax(logits, axis=-1).astype(mx.int32)
 
+    def confidence(self, logits: mx.array, probabilities: mx.array | None) -> mx.array:
+        """[B, 1] top probability of [B, 1, V] distributions, or of softmax(logits)."""
+        return sampling.confidence(logits, probabilities)
+
+    def peek(self, values: mx.array) -> tuple[float, ...] | None:
+        """None: a look at a lazy array would run what was put off for the round's one read."""
+        return None
+
+    def favour(self, logits: mx.array, drafts: mx.array, confidence: mx.array, threshold: float) -> mx.array:
+        """See sampling.favour."""
+        return sampling.favour(logits, drafts, confidence, threshold)
+
     def accept_greedy(self, drafts: mx.array, num_drafts: Sequence[int], logits: mx.array) -> Verdict:
         """See sampling.accept_greedy."""
         return sampling.accept_greedy(drafts, num_drafts, logits)

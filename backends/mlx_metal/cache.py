@@ -100,7 +100,10 @@ class MlxCache:
             mx.eval(self.fence)
         for stores in (self.keys, self.values):
             for layer in range(len(stores)):
-                stores[layer][target, :length] = stores[layer][source, :length]
+                # A sum is a copy of its own; a view of the source would make the write copy the whole layer.
+                rows = stores[layer][source, :length] + 0
+                mx.eval(rows)
+                stores[layer][target, :length] = rows
                 mx.eval(stores[layer])
         self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
 

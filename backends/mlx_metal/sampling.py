@@ -142,6 +142,23 @@ def accept_greedy(drafts: mx.array, num_drafts: Sequence[int], logits: mx.array)
     return Verdict(_prefix(drafts == best[:, :-1], counts), best, None, _finite(logits, counts))
 
 
+def confidence(logits: mx.array, distributions: mx.array | None) -> mx.array:
+    """[B, 1] fp32 top probability of distributions [B, 1, V], or of softmax(logits [B, 1, V]) without them."""
+    if distributions is not None:
+        return distributions.astype(mx.float32).max(axis=-1)
+    values = logits.astype(mx.float32)
+    return mx.exp(values.max(axis=-1) - mx.logsumexp(values, axis=-1))
+
+
+def favour(logits: mx.array, drafts: mx.array, sureness: mx.array, threshold: float) -> mx.array:
+    """A copy of logits [B, G+1, V] with 1e30 (the largest number of fp16) at drafts[b, i] of row i where it is sure enough."""
+    sure = 6e4 if logits.dtype == mx.float16 else 1e30
+    columns = mx.arange(logits.shape[-1])[None, None]
+    hit = (columns == drafts[..., None]) & (sureness >= threshold)[..., None]
+    hit = mx.concatenate([hit, mx.zeros((hit.shape[0], 1, hit.shape[2]), dtype=mx.bool_)], axis=1)
+    return mx.where(hit, mx.array(sure, dtype=logits.dtype), logits)
+
+
 def accept_sampled(
     drafts: mx.array,
     num_drafts: Sequence[int],

@@ -297,6 +297,8 @@ def test_the_cache_is_written_in_place(backend, llama, batch):
         llama.forward(backend.tokens([ids_of(5, step)] * batch), [5] * batch, cache, token_set=chosen)
         cache.rollback(base)
         assert addresses(cache) == before
+    cache.copy_row(0, batch - 1, 30)
+    assert addresses(cache) == before
 
 
 def test_cache_limits(backend, llama):
