@@ -36,17 +36,17 @@ OUT = rows.RESULTS / "fidelity.jsonl"
 NEEDLES = ("single", "multikey", "multivalue", "variables")
 
 
-def required(profiles: bool, long: bool) -> list[Cell]:
-    """What the tables need first."""
+def required(profiles: bool) -> list[Cell]:
+    """What the tables need first: the paper's budgets, and equal bytes (scoring included)."""
     heads = ["profile"] if profiles else []
+    best = "profile" if profiles else "heuristic"
     cells = [Cell("dense", "heuristic", 1024)]
     cells += [Cell("dustin", name, 1024) for name in [*heads, "heuristic", "mid"]]
-    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in [*heads, "heuristic"]] if long else []
+    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in [*heads, "heuristic/8", "heuristic", "one"]]
     cells += [Cell("dustin", name, 512) for name in [*heads, "heuristic", "mid", "one"]]
-    best = "profile" if profiles else "heuristic"
     for budget in (1024, 512):
         cells += [Cell("oracle", "heuristic", budget)]
-        cells += [Cell(name, best, budget) for name in ("history", "lookahead", "streaming", "snapkv", "quest", "h2o")]
+        cells += [Cell(name, best, budget) for name in ("history", "lookahead", "streaming", "snapkv", "h2o", "quest")]
     return cells
 
 
@@ -54,8 +54,9 @@ def further(profiles: bool) -> list[Cell]:
     """Budgets, and options beyond the paper."""
     best = "profile" if profiles else "heuristic"
     cells = [Cell("dustin", best, budget) for budget in (2048, 256, 128)]
-    cells += [Cell("dustin", name, 1024) for name in ("one",)]
-    cells += [Cell("dustin", "heuristic", 2048), Cell("oracle", "heuristic", 2048), Cell("oracle by layer", "heuristic", 512)]
+    cells += [Cell("dustin", name, 0, bytes_of=3072) for name in dict.fromkeys((best, "heuristic", "mid", "mid/8"))]
+    cells += [Cell("oracle by layer", "heuristic", 512), Cell("oracle", "heuristic", 2048), Cell("dustin", "heuristic", 2048)]
+    cells += [Cell("dustin", name, 1024) for name in ("heuristic/8", "one", "mid/8")]
     cells += [Cell("specattn", best, 1024), Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]
     return cells
 
@@ -170,7 +171,7 @@ class Bench:
 
     def drift(self, pair: Pair, context: int, heads: str, budget: int, tokens: int, until: float) -> None:
         """The chat track over `tokens` tokens, by quarters, with and without rectification."""
-        replay, made = chat_replay(pair, context, tokens, self.opts["gamma"])
+        replay, (made, _) = chat_replay(pair, context, tokens, self.opts["gamma"])
         repeated = round(sum(repetition(x) for x in made) / len(made), 3)
         for rectify in (None, 256):
             if time.perf_counter() > until:
@@ -277,7 +278,8 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, heads: li
         return cells if context > 4096 else [replace(c, budget=c.budget // 4, bytes_of=c.bytes_of // 4) for c in cells]
 
     def chat(cells: list[Cell], end: float) -> None:
-        replay, _ = chat_replay(pair, context, opts["tokens"], gamma)
+        replay, texts = chat_replay(pair, context, opts["tokens"], gamma, known[0] if known else None)
+        known.append(texts)
         bench.replays(replay, context, "chat", fitting(cells), end)
 
     def text(end: float) -> None:
@@ -295,7 +297,8 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, heads: li
         ]
         bench.acceptance(pair, context, ways, opts["tokens"] - 1, end)
 
-    cells = required(profiles, context > 16384)
+    cells = required(profiles)
+    known: list[Any] = []
     bench.guarded(f"{context} chat", lambda: chat(cells, share(0.3)))
     if opts["questions"]:
         bench.guarded(f"{context} tasks", lambda: bench.tasks(pair, context, ways_of(bench, heads, context), share(0.65)))
@@ -315,7 +318,7 @@ def _profiles(session: Any, opts: dict[str, Any]) -> dict[str, Any]:
         short = longest <= 4096
         options = calibration.CalibrationOptions(
             context=longest, seconds=opts["calibration_seconds"], num_draft_tokens=opts["gamma"],
-            budget=256 if short else 1024, prefill_chunk=opts["prefill_chunk"], documents=2 if short else 8,
+            allowance=384 if short else 1536, prefill_chunk=opts["prefill_chunk"], documents=2 if short else 8,
             tokens=31 if short else 129,
         )  # fmt: skip
         profile = calibration.calibrate(

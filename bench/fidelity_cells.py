@@ -20,6 +20,7 @@ from dustin.sequence import Sequence
 from dustin.stats import Stats
 
 ANSWER_TOKENS = 48
+POOL = 4096
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,21 @@ class Pair:
         return self.readings[1] if len(self.readings) > 1 else None
 
 
-def chat_replay(pair: Pair, context: int, tokens: int, gamma: int) -> tuple[Replay, list[list[int]]]:
-    """Documents with a task each, continued by dense attention's own greedy answers; returns those too."""
+Texts = tuple[list[list[int]], list[int]]
+
+
+def chat_replay(pair: Pair, context: int, tokens: int, gamma: int, known: Texts | None = None) -> tuple[Replay, Texts]:
+    """Documents with a task each, continued by dense attention's own greedy answers (or those known); returns those too."""
     session = pair.session
     tails = [suffix(session.tokenizer, TASKS[document.kind]) for document in pair.documents]
     pair.settle(context)
     prompts = [read_prompts(session.backend, r.model, r.cache, tails, r.tap, pair.chunk) for r in pair.readings]
     target = pair.readings[0]
     eos = frozenset(session.tokenizer.eos_ids)  # type: ignore[union-attr]
-    texts, valid = continue_greedily(session.backend, target.model, target.cache, prompts[0].logits, tokens, eos)
+    texts, valid = known or continue_greedily(session.backend, target.model, target.cache, prompts[0].logits, tokens, eos)
     first = prompts[0]
     backend: Any = session.backend
-    return Replay(backend, target, pair.draft, texts, gamma, first.last, first.rows, [max(n, 8) for n in valid]), texts
+    return Replay(backend, target, pair.draft, texts, gamma, first.last, first.rows, [max(n, 8) for n in valid]), (texts, valid)
 
 
 def text_replay(pair: Pair, context: int, tokens: int, gamma: int) -> Replay:
@@ -91,7 +95,12 @@ def text_replay(pair: Pair, context: int, tokens: int, gamma: int) -> Replay:
 
 
 def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> Scoring:
-    """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), or one of `profiles`."""
+    """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), or one of `profiles`.
+
+    With `/8` all tokens are scored every 8th round, in between a pool of POOL.
+    """
+    if name.endswith("/8"):
+        return replace(named_scoring(name[:-2], session, profiles), refresh=8, pool=POOL)
     target, draft = session.target.spec, session.draft.spec if session.draft else None
     base = heuristic(target, draft)
     if name in profiles:

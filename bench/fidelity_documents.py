@@ -93,7 +93,8 @@ def _document(
         items = []
         for lines in said:
             # Statements of one task keep their order.
-            places = sorted(rng.sample(range(CLEAR, room - CLEAR), len(lines)))
+            clear = min(CLEAR, room // 4)
+            places = sorted(rng.sample(range(clear, room - clear), len(lines)))
             items += [(_sentence_end(tokenizer, part, at), line) for at, line in zip(places, lines, strict=True)]
         tokens = [*tokens, *fidelity_tasks.planted(part, items)]
         planted += [(context, task) for task in tasks]

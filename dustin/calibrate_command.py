@@ -20,7 +20,10 @@ _COUNT = click.IntRange(1)
 @click.option("--context", type=click.IntRange(256), help="Tokens of a document. Default: 16384, or what the models hold.")
 @click.option("--documents", type=_COUNT, default=8, show_default=True, help="Documents read.")
 @click.option("--tokens", type=click.IntRange(16), default=128, show_default=True, help="Answer tokens measured on each.")
-@click.option("--budget", type=click.IntRange(64), default=1024, show_default=True, help="Bytes allowed, as a budget.")
+@click.option(
+    "--allowance", type=click.IntRange(192), default=1536, show_default=True,
+    help="Tokens whose keys and values a round may read in bytes, scoring included.",
+)  # fmt: skip
 @click.option("--num-draft-tokens", type=click.IntRange(1, 15), default=5, show_default=True, help="Tokens drafted a round.")
 @click.option("--max-seconds", type=click.FloatRange(1), default=240.0, show_default=True, help="Search no longer than this.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write. Default: the cache, by fingerprint.")
@@ -44,7 +47,7 @@ def calibrate(**values: Any) -> None:
         context=values["context"] or min(16384, longest),
         documents=values["documents"],
         tokens=values["tokens"],
-        budget=values["budget"],
+        allowance=values["allowance"],
         num_draft_tokens=values["num_draft_tokens"],
         seconds=values["max_seconds"],
     )

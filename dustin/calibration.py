@@ -38,13 +38,13 @@ MAX_DENSE_LAYERS = 3
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """`context` and `tokens` are tokens a document, `budget` the one whose bytes (with the heuristic's scoring) all candidates
-    may read; `seconds` bounds the search."""
+    """`context` and `tokens` are tokens a document; a round of any candidate may read the bytes of `allowance` tokens' keys and
+    values, scoring and dense layers included; `seconds` bounds the search."""
 
     context: int = 16384
     documents: int = 8
     tokens: int = 128
-    budget: int = 1024
+    allowance: int = 1536
     num_draft_tokens: int = 5
     seconds: float = 240.0
     seed: int = 0
@@ -82,12 +82,13 @@ class Calibrator:
 
     def __post_init__(self) -> None:
         self.context = sum(self.replay.start) // len(self.replay.start)
-        base = heuristic(self.target.spec, self.draft.spec if self.draft else None)
-        self.allowed = self._scoring_bytes(base) + ReadBytes(self.target.spec).tokens(self.options.budget)
+        self.allowed = ReadBytes(self.target.spec).tokens(self.options.allowance)
 
     def budget_of(self, scoring: Scoring) -> int:
         """The budget whose bytes, with this scoring's own, are what all candidates may read; 0 where that is too little."""
         spec = self.target.spec
+        if len(scoring.dense_layers) >= spec.num_layers:
+            return 0
         left = self.allowed - self._scoring_bytes(scoring)
         left -= ReadBytes(spec).layers(len(scoring.dense_layers), self.context)
         a_token = spec.bytes_per_kv_token * (spec.num_layers - len(scoring.dense_layers)) / spec.num_layers
@@ -133,13 +134,12 @@ class Calibrator:
     def search(self, target_heads: dict[int, Any], draft_heads: dict[int, Any]) -> tuple[Trial, Trial]:
         """The heuristic and the best scoring found, coordinate by coordinate, greedily (METHOD 3.2)."""
         self.deadline = time.perf_counter() + self.options.seconds
-        start = self.trial(heuristic(self.target.spec, self.draft.spec if self.draft else None))
-        if start is None:
-            raise UsageError(f"budget {self.options.budget} leaves nothing to choose at context {self.context}: raise --context")
-        self.say(f"heuristic: KL {start.kl:.4f}, {start.scoring.describe()}")
-        best = self._layers(start, start, "target")
+        start = self._start()
+        self.say(f"heuristic: KL {start.kl:.4f} at budget {start.budget}, {start.scoring.describe()}")
+        best = self._pools(start)
+        best = self._layers(best, "target")
         if self.draft is not None:
-            best = self._layers(start, best, "draft")
+            best = self._layers(best, "draft")
             shares = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
             best = self.best(best, [replace(best.scoring, lookahead_share=m) for m in shares], "share of lookahead", 0.005)
         best = self._heads(best, "target", target_heads)
@@ -149,15 +149,32 @@ class Calibrator:
         best = self.best(best, rows, "history rows")
         best = self.best(best, [replace(best.scoring, history_decay=d) for d in (0.3, 0.5, 0.7, 0.85)], "history decay")
         best = self.best(best, [replace(best.scoring, smoothing=width) for width in (3, 5, 7)], "smoothing")
-        pools = [replace(best.scoring, refresh=every, pool=pool) for every in (2, 4, 8) for pool in (2048, 4096)]
-        best = self.best(best, [s for s in pools if s.pool < self.context // 2], "scoring within a pool")
-        if best.scoring.refresh > 1:
-            # Scoring costs less now: more layers may pay.
-            best = self._more_layers(best, "target")
+        best = self._pools(best)
+        best = self._more_layers(best, "target")
+        if self.draft is not None:
+            best = self._more_layers(best, "draft")
         best = self._dense_layers(best)
         return start, best
 
-    def _layers(self, start: Trial, best: Trial, side: str) -> Trial:
+    def _start(self) -> Trial:
+        """The heuristic, scoring within a pool where it would not fit the bytes otherwise."""
+        base = heuristic(self.target.spec, self.draft.spec if self.draft else None)
+        for refresh in (1, 4, 8, 16):
+            made = self.trial(replace(base, refresh=refresh, pool=min(base.pool, self.context // 4)))
+            if made is not None:
+                return made
+        raise UsageError(
+            f"the bytes of {self.options.allowance} tokens leave nothing to read at context {self.context}: allow more, or "
+            "calibrate at a shorter context"
+        )
+
+    def _pools(self, best: Trial) -> Trial:
+        """Score everything only now and then, a pool in between."""
+        sizes = sorted({min(most, self.context // part) for most, part in ((2048, 8), (4096, 4))})
+        pools = [replace(best.scoring, refresh=every, pool=size) for every in (1, 2, 4, 8) for size in sizes]
+        return self.best(best, pools, "scoring within a pool")
+
+    def _layers(self, best: Trial, side: str) -> Trial:
         """Single layers, then a second and a third beside the best ones."""
         spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
         layers = [layer for layer in full_layers(spec) if layer >= spec.num_layers // 4]
@@ -190,14 +207,17 @@ class Calibrator:
 
     def _dense_layers(self, best: Trial) -> Trial:
         """One to MAX_DENSE_LAYERS layers that read everything, where that is worth its bytes."""
-        for _ in range(MAX_DENSE_LAYERS):
+        layers = full_layers(self.target.spec)
+        for number in range(MAX_DENSE_LAYERS):
             have = best.scoring.dense_layers
-            layers = [layer for layer in full_layers(self.target.spec) if layer not in have]
-            wider = [replace(best.scoring, dense_layers=tuple(sorted((*have, layer)))) for layer in layers]
-            found = self.best(best, wider, f"dense layer {len(have) + 1}")
+            wider = [replace(best.scoring, dense_layers=tuple(sorted((*have, layer)))) for layer in layers if layer not in have]
+            found = self.best(best, wider, f"dense layer {number + 1}")
             if found is best:
                 break
             best = found
+            # The layers that helped most alone are those that may help beside the first.
+            ranked = sorted(zip((self._kl_of(scoring) for scoring in wider), (s.dense_layers for s in wider), strict=True))
+            layers = sorted({layer for _, chosen in ranked[:8] for layer in chosen})
         return best
 
     def _kl_of(self, scoring: Scoring) -> float:

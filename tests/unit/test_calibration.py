@@ -142,7 +142,7 @@ class Shape:
 def test_the_search_finds_the_good_layers_at_equal_bytes() -> None:
     lines: list[str] = []
     replay = FakeReplay()
-    options = CalibrationOptions(context=4096, budget=1024)
+    options = CalibrationOptions(context=4096, allowance=2048)
     search = Calibrator(replay, Shape(SPEC), Shape(SPEC), options, lines.append)  # type: ignore[arg-type]
     ranking = {layer: [(0.1, head) for head in range(HEADS)] for layer in range(LAYERS)}
     start, best = search.search(ranking, ranking)
@@ -160,9 +160,9 @@ def test_the_search_finds_the_good_layers_at_equal_bytes() -> None:
 
 
 def test_time_bounds_the_search() -> None:
-    options = CalibrationOptions(context=4096, budget=1024, seconds=-1.0)
+    options = CalibrationOptions(context=4096, allowance=2048, seconds=-1.0)
     search = Calibrator(FakeReplay(), Shape(SPEC), Shape(SPEC), options, lambda line: None)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="raise --context"):
+    with pytest.raises(UsageError, match="leave nothing to read at context 4096"):
         search.search({}, {})
 
 
@@ -173,7 +173,7 @@ def test_a_whole_calibration_on_random_models() -> None:
     config = replace(tiny(), vocab_size=303)
     models = [random_model(replace(config, num_layers=n), seed=n) for n in (3, 2)]
     lines: list[str] = []
-    options = CalibrationOptions(context=240, documents=2, tokens=9, budget=130, num_draft_tokens=2, seconds=3.0, prefill_chunk=64)
+    options = CalibrationOptions(context=240, documents=2, tokens=9, allowance=440, num_draft_tokens=2, seconds=3.0, prefill_chunk=64)
     profile = calibrate(backend, *models, Words(), options, lines.append)  # type: ignore[arg-type]
     assert profile.fits(models[0].spec, models[1].spec) and profile.fits(models[0].spec, None)
     assert profile.record["chosen"]["kl"] <= profile.record["heuristic"]["kl"]
