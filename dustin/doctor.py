@@ -24,6 +24,7 @@ from dustin.config_file import config_path
 from dustin.doctor_advice import advice, verdict
 from dustin.models import KNOWN, cache_dir
 from dustin.self_test import GROUPS, Result
+from dustin.terminal import note
 
 _PACKAGES = (
     "numpy",
@@ -149,6 +150,8 @@ def doctor(as_json: bool) -> int:
 
     Exit code 0: a backend that runs models (torch or mlx) works here and no check failed. 1: none works, or a check failed.
     """
+    if sys.stderr.isatty():
+        note("checking backends and kernels (a first run on a GPU compiles them: about a minute) ...")
     found = report()
     if as_json:
         click.echo(json.dumps(found))
