@@ -119,7 +119,7 @@ def positions_of(
         start = b * lists + first * GROUP
         filled = tl.load(num_candidates + start + which, mask=listed, other=0)
         stored = entry % CAPACITY < filled
-        return tl.load(candidates + start * CAPACITY + entry, mask=stored, other=0), stored
+        return tl.load((candidates + start * CAPACITY) + entry, mask=stored, other=0), stored
     position = first * BLOCK + entry
     return position, position < length
 
@@ -142,21 +142,21 @@ def candidates_kernel(
     position, stored = positions_of(listed, num_listed, b, tl.program_id(0), length, lists, BLOCK, CAPACITY, GROUP)
     protected = stored & ((position < sinks) | (position >= length - recent))
     free = stored & (protected == 0)
-    # The counts of both searches share 32 bits.
-    if HAS_DRAFT and HAS_TARGET and BLOCK < 65536:
+    # The counts of both searches share 32 bits. Joined lists need the registers.
+    if HAS_DRAFT and HAS_TARGET and BLOCK < 65536 and GROUP == 0:
         by_target = budget - sinks - recent
-        key_d = load_keys(draft, b * stride_d + position, free)
-        key_t = load_keys(target, b * stride_t + position, free)
+        key_d = load_keys(draft + b * stride_d, position, free)
+        key_t = load_keys(target + b * stride_t, position, free)
         top_d, top_t = take_two(key_d, by_draft, by_draft // SLACK, key_t, by_target, by_target // SLACK)
         chosen = protected | top_d | top_t
     else:
         chosen = protected
         if HAS_DRAFT:
-            chosen = chosen | take_top(load_keys(draft, b * stride_d + position, free), by_draft)
+            chosen = chosen | take_top(load_keys(draft + b * stride_d, position, free), by_draft)
         if HAS_TARGET:
-            chosen = chosen | take_top(load_keys(target, b * stride_t + position, free), budget - sinks - recent)
+            chosen = chosen | take_top(load_keys(target + b * stride_t, position, free), budget - sinks - recent)
     rank = tl.cumsum(chosen.to(tl.int32), 0)
-    tl.store(candidates + slot * CAPACITY + rank - 1, position, mask=chosen & (rank <= CAPACITY))
+    tl.store((candidates + slot * CAPACITY) + (rank - 1), position, mask=chosen & (rank <= CAPACITY))
     tl.store(num_candidates + slot, tl.sum(chosen.to(tl.int32), 0))
 
 
@@ -180,13 +180,13 @@ def choose_kernel(
     chosen = stored & ((position < sinks) | (position >= length - recent))
     if HAS_DRAFT:
         free = stored & (chosen == 0)
-        chosen = chosen | take_top(load_keys(draft, b * stride_d + position, free), by_draft)
+        chosen = chosen | take_top(load_keys(draft + b * stride_d, position, free), by_draft)
     if HAS_TARGET:
         free = stored & (chosen == 0)
         left = budget - tl.sum(chosen.to(tl.int32), 0)
-        chosen = chosen | take_top(load_keys(target, b * stride_t + position, free), left)
+        chosen = chosen | take_top(load_keys(target + b * stride_t, position, free), left)
     rank = tl.cumsum(chosen.to(tl.int32), 0)
-    tl.store(indices + b * stride_i + rank - 1, position, mask=chosen & (rank <= budget))
+    tl.store((indices + b * stride_i) + (rank - 1), position, mask=chosen & (rank <= budget))
     tl.store(counts + b, budget)
 
 
