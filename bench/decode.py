@@ -1,8 +1,7 @@
 """Decoding speed on one GPU: Qwen2.5-7B shape with a 0.5B draft shape, random weights, against our own tuned plain decoding.
 
 Random weights agree on nothing, so acceptance is replayed: every round and every dense check runs in full and then keeps
-as many tokens as a fixed table says. The tables come from per-token agreements (0.80 gives 3.7 tokens a round at 5 drafts,
-0.93 gives 13 tokens a check at block 32, what real pairs were measured at); the rows carry the histograms.
+as many tokens as a table says, drawn from histograms that `bench decode_real` measured on a real pair, or geometric.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import gc
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,9 @@ from typing import Any
 import click
 import torch
 
+from bench import decode_acceptance, decode_regimes
 from bench import rows as result_rows
+from bench.decode_acceptance import Acceptance, histogram, rounds_of
 from bench.decode_peers import transformers_rate
 from bench.decode_rounds import RoundOptions, Rounds, Side
 from dustin.backends.torch_triton.cuda_forward import Inputs, make_slots
@@ -30,23 +30,9 @@ from dustin.interfaces import Tap
 from dustin.selection import draft_tap, target_tap
 from dustin.triton_kernels.argmax_rows import argmax_rows
 
-AGREEMENT = 0.80
-CHECK_AGREEMENT = 0.93
 # Rows that decoding may add before the lengths start over.
 SLACK = 1024
 RECTIFY_CHUNK = 160
-
-
-def replay_table(agreement: float, most: int, count: int, batch: int, seed: int) -> torch.Tensor:
-    """[count, batch] int32 on the CPU: accepted drafts when each is right with probability `agreement`, at most `most`."""
-    uniforms = torch.rand(count, batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (uniforms.log() / math.log(agreement)).floor().clamp(max=most).to(torch.int32)
-
-
-def histogram(accepted: torch.Tensor) -> dict[str, float]:
-    """Share of each number of accepted drafts."""
-    values = Counter(accepted.flatten().tolist())
-    return {str(n): round(values[n] / accepted.numel(), 4) for n in sorted(values)}
 
 
 def gpu_ms(function: Callable[[], Any], repeats: int = 10) -> float:
@@ -64,22 +50,23 @@ def gpu_ms(function: Callable[[], Any], repeats: int = 10) -> float:
 class DecodeBench:
     """Two random models on a device, and every way of decoding with them."""
 
-    def __init__(self, context: int, batch: int, budget: int, paper_scoring: bool, num_drafts: int) -> None:
+    def __init__(
+        self, context: int, budget: int, paper_scoring: bool, num_drafts: int, acceptance: Acceptance, most_tokens: int
+    ) -> None:
+        """`most_tokens`: rows of KV that all sequences of a measurement have together at most."""
         device = torch.device("cuda")
-        self.num_drafts = num_drafts
-        # What a round brings at the replayed agreement.
-        self.expected = (1 - AGREEMENT ** (num_drafts + 1)) / (1 - AGREEMENT)
+        self.num_drafts, self.acceptance = num_drafts, acceptance
         self.device, self.context, self.budget, self.paper = device, context, budget, paper_scoring
         self.target = CudaModel(QWEN2_7B, random_weights(QWEN2_7B, torch.bfloat16, device), "qwen2.5-7b-shape")
         self.draft = CudaModel(QWEN2_0_5B, random_weights(QWEN2_0_5B, torch.bfloat16, device, 1), "qwen2.5-0.5b-shape")
         self.draft.limit_vocabulary(QWEN2_0_5B.vocab_size)
         self.target.limit_vocabulary(QWEN2_0_5B.vocab_size)
         for model in (self.target, self.draft):
-            pool = model.new_cache(batch, context + SLACK).pool
+            pool = model.new_cache(-(-most_tokens // 65536), 65536).pool
             for store in (*pool.keys, *pool.values):
                 store.normal_()
         self.results: list[dict[str, Any]] = []
-        self.baseline: dict[int, float] = {}
+        self.baseline: dict[tuple[int, int], float] = {}
         self.capture_seconds = 0.0
 
     def sides(self, batch: int) -> tuple[Side, Side]:
@@ -92,11 +79,14 @@ class DecodeBench:
         caches = [model.new_cache(batch, self.context + SLACK) for model in (self.target, self.draft)]
         return Side(self.target, caches[0], taps[0]), Side(self.draft, caches[1], taps[1])
 
-    def rounds(self, batch: int, sparse: bool, sparse_draft: bool) -> Rounds:
-        """Fresh state of one variant."""
-        options = RoundOptions(sparse, sparse_draft, self.num_drafts, self.budget)
-        accepted = replay_table(AGREEMENT, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
-        return Rounds(*self.sides(batch), options, self.context, accepted)
+    def rounds(
+        self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None
+    ) -> Rounds:
+        """Fresh state of one variant, over caches of its own or the given ones."""
+        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget)
+        kind = "sparse" if sparse else "dense"
+        accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
+        return Rounds(*(sides or self.sides(batch)), options, self.context, accepted)
 
     def capture(self, function: Callable[[], Any]) -> Captured:
         """A graph of `function`; its seconds are added up."""
@@ -107,8 +97,9 @@ class DecodeBench:
     def record(self, batch: int, mode: str, tokens: int, seconds: float, **more: Any) -> None:
         """One row; `tokens` over all sequences."""
         rate = tokens / seconds
+        cell = (self.context, batch)
         if mode == "ar":
-            self.baseline[batch] = rate
+            self.baseline[cell] = rate
         row = {
             "bench": "decode",
             "card": torch.cuda.get_device_name(),
@@ -122,16 +113,16 @@ class DecodeBench:
             "tokens_per_second": round(rate, 1),
             "tokens_per_second_per_sequence": round(rate / batch, 2),
             "baseline": "our dense autoregressive decoding with CUDA graphs",
-            "acceptance": "replayed" if "acceptance_length" in more else None,
+            "acceptance": self.acceptance.label if "acceptance_length" in more else None,
             "relative_rms": None,
-            "ratio": round(rate / self.baseline[batch], 3) if batch in self.baseline else None,
+            "ratio": round(rate / self.baseline[cell], 3) if cell in self.baseline else None,
             **more,
             "command": os.environ.get("BENCH_COMMAND") or result_rows.command(),
             "commit": os.environ.get("BENCH_COMMIT") or result_rows.commit(),
         }
         self.results.append(row)
-        shown = {k: v for k, v in more.items() if k != "histogram"}
-        click.echo(f"B={batch:2d} {mode:28s} {rate:9.1f} tok/s  x{row['ratio'] or 0:.2f}  {shown}", err=True)
+        shown = {k: v for k, v in more.items() if k not in ("histogram", "parts_ms")}
+        click.echo(f"{self.context:6d} x {batch:2d} {mode:28s} {rate:9.1f} tok/s  x{row['ratio'] or 0:.2f}  {shown}", err=True)
 
     def run(self, name: str, batch: int, blocks: list[int]) -> None:
         """Measure one of the modes that `--modes` names; few sequences get more rounds, so that the replay averages out."""
@@ -140,6 +131,8 @@ class DecodeBench:
             self.plain(batch)
         elif name == "dense":
             self.speculative(batch, "dense", False, False, 24 * more)
+        elif name == "dense-sparse":
+            self.speculative(batch, "dense, sparse draft", False, True, 24 * more)
         elif name == "sparse":
             self.speculative(batch, "sparse, dense draft", True, False, 24 * more)
         elif name == "both":
@@ -150,7 +143,7 @@ class DecodeBench:
             for block in blocks:
                 self.exact(batch, block, checks=max(8, min(48, 192 // batch)))
         else:
-            raise click.UsageError(f"mode {name!r}: expected ar, dense, sparse, both, rectified or exact")
+            raise click.UsageError(f"mode {name!r}: expected ar, dense, dense-sparse, sparse, both, rectified or exact")
 
     def plain(self, batch: int, steps: int = 24) -> None:
         """The baseline."""
@@ -183,7 +176,7 @@ class DecodeBench:
         options = state.options
         self.record(
             batch, mode, tokens, seconds, query_rows=options.num_draft_tokens + 1, num_draft_tokens=options.num_draft_tokens,
-            budget=options.budget if sparse else None, acceptance_length=round(tokens / count / batch, 3),
+            budget=options.budget if options.chooses else None, acceptance_length=round(tokens / count / batch, 3),
             histogram=histogram(state.accepted), round_us=round(1e6 * seconds / count, 1), device_us=round(round_us, 1),
             host_us=round(1e6 * seconds / count - round_us, 1), **self._breakdown(state),
         )  # fmt: skip
@@ -194,7 +187,7 @@ class DecodeBench:
         draft = self.capture(state.propose)
         drafts, lookahead = draft.outputs
         times = {"draft_us": gpu_ms(draft)}
-        if state.options.sparse:
+        if state.options.chooses:
             score = self.capture(lambda: state.score(lookahead))
             times["score_us"] = gpu_ms(score)
             times["select_us"] = gpu_ms(self.capture(lambda: state.select(*score.outputs)))
@@ -226,7 +219,7 @@ class DecodeBench:
         starts, counts = torch.zeros_like(state.pending), torch.full_like(state.pending, 1)
         chunk = self.capture(lambda: state.dense_pass(tokens, starts, counts, "none"))
         state.reset()
-        rounds = math.ceil(interval / self.expected)
+        rounds = math.ceil(interval / self.acceptance.expected("sparse", self.num_drafts))
         dense, made, passes = state.target_lengths.clone(), 0, 0
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -259,7 +252,7 @@ class DecodeBench:
         """Sparse rounds propose up to `block` tokens, one dense pass of block + 1 rows checks them."""
         state = self.rounds(batch, True, True)
         whole = self.capture(state.whole)
-        table = replay_table(CHECK_AGREEMENT, block, 64, batch, seed=7).to(self.device)
+        table = self.acceptance.table("check", block, 64, batch, seed=7).to(self.device)
         tokens = torch.randint(0, 1000, (batch, block + 1), dtype=torch.int32, device=self.device)
         base, made = state.target_lengths.clone(), torch.zeros(batch, dtype=torch.int32, device=self.device)
         turn = torch.zeros(1, dtype=torch.long, device=self.device)
@@ -284,7 +277,7 @@ class DecodeBench:
         state.reset()
         base.fill_(self.context)
         turn.zero_()
-        rounds = max(1, round(block / self.expected))
+        rounds = rounds_of(block, self.acceptance.expected("sparse", self.num_drafts))
         total = 0
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -319,26 +312,34 @@ def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
 @click.option("--context", default=32768 - SLACK, show_default=True, help="Tokens a sequence has when decoding starts.")
 @click.option("--budget", default=512, show_default=True, help="Tokens of the sparse set.")
 @click.option("--drafts", default=5, show_default=True, help="Draft tokens a round.")
-@click.option("--modes", default="ar,dense,sparse,both,rectified,exact", show_default=True, help="What to measure.")
+@click.option("--modes", default="ar,dense,dense-sparse,sparse,both,rectified,exact", show_default=True,
+              help="What to measure.")  # fmt: skip
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
+@click.option("--regimes", default="", help="Also the best of every mode for these, as CONTEXTxBATCH,...; `all` is the table.")
+@click.option("--acceptance", default="auto", type=click.Choice(["auto", "measured", "geometric"]), show_default=True)
+@click.option("--text", default="", help="Kind of text of the measured histograms. Default: all.")
 @click.option("--transformers", "peers", default="", help="Batch sizes for transformers' generate (sdpa).")
 @click.option("--profile", default="", help="Batch sizes for a table of kernels of a whole round.")
 @click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
 @click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
 def main(
-    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, peers: str, profile: str,
-    output: Path, append: bool,
+    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, regimes: str,
+    acceptance: str, text: str, peers: str, profile: str, output: Path, append: bool,
 ) -> None:  # fmt: skip
     """Decoding speed on one GPU, random weights, acceptance replayed."""
     sizes = [int(b) for b in batches.split(",") if b]
     wanted = modes.split(",")
+    replayed = decode_acceptance.choose(acceptance, result_rows.RESULTS / "acceptance.json", text)
+    cells = decode_regimes.cells_of(regimes)
     earlier = result_rows.read(output) if append and output.exists() else []
     with torch.inference_mode():
         began = time.perf_counter()
-        bench = DecodeBench(context, max(sizes), budget, paper_scoring, drafts)
+        most = max(size * (length + SLACK + 64) for length, size in [(context, b) for b in sizes] + cells)
+        bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most)
         torch.cuda.synchronize()
-        own = {row["batch"]: row["tokens_per_second"] for row in earlier if row["mode"] == "ar" and row["context"] == context}
+        plain = [row for row in earlier if row["mode"] == "ar" and row["weights"] == "random"]
+        own = {(row["context"], row["batch"]): row["tokens_per_second"] for row in plain}
         bench.baseline.update(own)
         click.echo(f"models and caches made in {time.perf_counter() - began:.1f} s", err=True)
         for batch in sizes:
@@ -348,6 +349,9 @@ def main(
             result_rows.write(output, earlier + bench.results)
         for batch in (int(b) for b in profile.split(",") if b):
             show_profile(bench, batch)
+        for length, batch in cells:
+            decode_regimes.measure(bench, length, batch)
+            result_rows.write(output, earlier + bench.results)
         results, baseline = bench.results, bench.baseline
         peak = torch.cuda.max_memory_allocated()
         click.echo(f"capture {bench.capture_seconds:.1f} s in all, peak memory {peak / 1e9:.1f} GB", err=True)

@@ -26,7 +26,7 @@ Queries = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """One variant: `sparse` verification, `sparse_draft`, and METHOD's numbers (tokens)."""
+    """One variant: `sparse` verification, `sparse_draft` (either needs a set each round), and METHOD's numbers (tokens)."""
 
     sparse: bool
     sparse_draft: bool
@@ -35,6 +35,11 @@ class RoundOptions:
     num_sink_tokens: int = 4
     num_recent_tokens: int = 32
     lookahead_share: float = 0.6
+
+    @property
+    def chooses(self) -> bool:
+        """Whether rounds choose a set."""
+        return self.sparse or self.sparse_draft
 
 
 class Side:
@@ -122,7 +127,7 @@ class Rounds:
         at, fed = self.draft_lengths, lag
         drafts, queries = [], []
         for step in range(gamma):
-            logits, captured = side.run(tokens, at, fed, slots, options.sparse, "last")
+            logits, captured = side.run(tokens, at, fed, slots, options.chooses, "last")
             token, _ = argmax_rows(logits[:, 0])
             drafts.append(token)
             queries.append(captured)
@@ -157,7 +162,9 @@ class Rounds:
             slots = make_slots(
                 self.indices, self.counts, self.target_lengths, self.fed, side.cache.page_table, side.page_size, tokens.shape[1]
             )
-        logits, queries = self.target.run(tokens, self.target_lengths, self.fed, slots, self.options.sparse, "all")
+        logits, queries = self.target.run(tokens, self.target_lengths, self.fed, slots, self.options.chooses, "all")
+        if logits is None:
+            raise RuntimeError("the verification gave no logits")
         return logits, queries
 
     def accept(self, drafts: torch.Tensor, logits: torch.Tensor, queries: Queries) -> None:
@@ -183,7 +190,7 @@ class Rounds:
     def whole(self) -> None:
         """One round. Scoring history beside the draft, on a stream of its own, was measured 4 % slower than after it."""
         drafts, lookahead = self.propose()
-        if self.options.sparse:
+        if self.options.chooses:
             self.select(*self.score(lookahead))
         logits, queries = self.verify(drafts)
         self.accept(drafts, logits, queries)

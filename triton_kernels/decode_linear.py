@@ -17,8 +17,6 @@ from .runtime import INTERPRETED, check_tensor
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
-# Bytes of a weight row that one prefetch asks for.
-LINE = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class LinearConfig:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    prefetch_bytes: int = 24 << 20  # ask the L2 for the weights before the kernel before has ended, up to so many in all
 
 
 class LinearScratch:
@@ -56,17 +55,22 @@ class Stream:
 
 @triton.jit
 def prefetch_weights(
-    w, first, begin, stop,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, BYTES: tl.constexpr, INSTRUCTION: tl.constexpr,
+    w, first, offset, begin, limit, K: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr, THREADS: tl.constexpr,
+    BYTES: tl.constexpr, INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """Ask the L2 for columns begin..stop-1 of the BLOCK_N weight rows from `first` on (clamped inside the matrix's row)."""
-    each: tl.constexpr = BYTES // 2
-    lines: tl.constexpr = (SPAN + each - 1) // each
-    i = tl.arange(0, 128)
-    for start in range(0, BLOCK_N * lines, 128):
-        at = tl.minimum(start + i, BLOCK_N * lines - 1)
-        column = tl.minimum(begin + (at // BLOCK_N) * each, stop - each)
-        address = w + (first + at % BLOCK_N).to(tl.int64) * K + column
+    """Ask the L2 for columns from `begin` on of the BLOCK_N weight rows from `first` on (HALVES 2: and of those `offset` later).
+
+    Each request takes about 12 ns of its multiprocessor whatever its size, so a thread makes one, of BYTES; requests that
+    would pass `limit` end there.
+    """
+    rows: tl.constexpr = BLOCK_N * HALVES
+    i = tl.arange(0, THREADS)
+    for start in range(0, rows, THREADS):
+        at = start + i
+        row = at % rows
+        column = tl.minimum(begin + (at // rows) * (BYTES // 2), limit - BYTES // 2)
+        line = first + row % BLOCK_N + (row // BLOCK_N) * offset
+        address = w + line.to(tl.int64) * K + column
         tl.inline_asm_elementwise(INSTRUCTION, "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -104,11 +108,17 @@ def launch_options(num_warps: int) -> dict[str, object]:
     return {"num_warps": num_warps} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": True}
 
 
-def prefetch_options(depth: int) -> tuple[int, str]:
-    """Bytes and instruction of one prefetch; no bytes where rows are too short or the interpreter runs."""
-    if INTERPRETED or depth * 2 < LINE or depth % 8:
+def prefetch_options(rows: int, depth: int, programs: int, config: LinearConfig) -> tuple[int, str]:
+    """Bytes and instruction of a request when `programs` programs ask for `rows` weight rows of `depth` elements each.
+
+    No bytes where rows are too short, the interpreter runs, or all programs together would ask for more than
+    config.prefetch_bytes: what is asked for too early is out of the L2 again before it is read.
+    """
+    if INTERPRETED or depth % 8 or programs * rows * depth * 2 > config.prefetch_bytes:
         return 0, ""
-    return LINE, f"cp.async.bulk.prefetch.L2.global [$1], {LINE}; mov.u32 $0, 0;"
+    pieces = max(1, 32 * config.num_warps // rows)
+    size = triton.cdiv(triton.cdiv(depth * 2, pieces), 16) * 16
+    return size, f"cp.async.bulk.prefetch.L2.global [$1], {size}; mov.u32 $0, 0;"
 
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

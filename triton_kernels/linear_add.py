@@ -23,8 +23,8 @@ from .runtime import begin_dependent, check_tensor, power_of_two
 def add_kernel(
     x, w, bias, residual, norm, scaled, squares, partials, counters, M,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, BYTES: tl.constexpr,
-    INSTRUCTION: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
+    BYTES: tl.constexpr, INSTRUCTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, part of the depth): residual += x w + bias, and the tile's sums of squares of the new rows."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -39,7 +39,7 @@ def add_kernel(
         b = load_weights(w, columns, inside, begin, K, BLOCK_K, PARTS, ragged)
     elif BYTES > 0:
         safe = tl.minimum(tile * BLOCK_N, N - BLOCK_N) if ragged else tile * BLOCK_N
-        prefetch_weights(w, safe, begin, stop, K, BLOCK_N, DEPTH, BYTES, INSTRUCTION)
+        prefetch_weights(w, safe, 0, begin, stop, K, BLOCK_N, 1, THREADS, BYTES, INSTRUCTION)
     begin_dependent(PDL)
     rows = tl.arange(0, BLOCK_M)
     fed = rows < M
@@ -106,13 +106,14 @@ def linear_add(
     for name, need in needs if splits > 1 else needs[:1]:
         if getattr(scratch, name).numel() < need:
             raise ValueError(f"scratch.{name}: expected at least {need} elements, got {getattr(scratch, name).numel()}")
-    line, instruction = prefetch_options(span)
+    line, instruction = prefetch_options(config.block_n, min(span, depth - (splits - 1) * span), tiles * splits, config)
     options = launch_options(config.num_warps)
     add_kernel[(tiles, splits)](
         x, weight, x if bias is None else bias, stream.residual, norm, stream.scaled, scratch.squares, scratch.partials,
         scratch.counters, rows,
         N=columns, K=depth, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.parts, SPLITS=splits,
-        DEPTH=span, BIAS=bias is not None, STAGES=config.num_stages, BYTES=line, INSTRUCTION=instruction,
+        DEPTH=span, BIAS=bias is not None, STAGES=config.num_stages, THREADS=32 * config.num_warps,
+        BYTES=line, INSTRUCTION=instruction,
         PDL="launch_pdl" in options, **options,
     )  # fmt: skip
     stream.tiles = tiles

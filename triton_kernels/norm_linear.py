@@ -33,8 +33,8 @@ def pair_kernel(
     M, tiles, stride_pt, T, positions, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BIAS: tl.constexpr, ROPE: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, STAGES: tl.constexpr, BYTES: tl.constexpr,
-    INSTRUCTION: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
+    BYTES: tl.constexpr, INSTRUCTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of column pairs): product, RMS norm, then RoPE and append (pairs d, d + D/2 of a head) or silu(gate) * up."""
     pid = tl.program_id(0)
@@ -59,8 +59,7 @@ def pair_kernel(
         b2 = load_weights(w, columns + offset, inside, 0, K, BLOCK_K, PARTS, ragged)
     elif BYTES > 0:
         safe = tl.minimum(first, N - BLOCK_N) if ragged else first
-        prefetch_weights(w, safe, 0, K, K, BLOCK_N, K, BYTES, INSTRUCTION)
-        prefetch_weights(w, safe + offset, 0, K, K, BLOCK_N, K, BYTES, INSTRUCTION)
+        prefetch_weights(w, safe, offset, 0, K, K, BLOCK_N, 2, THREADS, BYTES, INSTRUCTION)
     begin_dependent(PDL)
     rows = tl.arange(0, BLOCK_M)
     fed = rows < M
@@ -126,13 +125,14 @@ def _pair(
     if squares.numel() < tiles * rows:
         raise ValueError(f"squares: expected at least {tiles * rows} elements, got {squares.numel()}")
     k_pool, v_pool, table, lengths, fed, cos, sin, stride, tokens, positions = rope
-    line, instruction = prefetch_options(depth)
+    line, instruction = prefetch_options(2 * config.block_n, depth, grid, config)
     options = launch_options(config.num_warps)
     pair_kernel[(grid,)](
         x, squares, weight, x if bias is None else bias, out, k_pool, v_pool, table, lengths, fed, cos, sin,
         rows, tiles, stride, tokens, positions, eps,
         N=pairs, K=depth, BLOCK_M=power_of_two(rows, 16), BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.parts,
-        BLOCK_T=power_of_two(tiles), BIAS=bias is not None, STAGES=config.num_stages, BYTES=line, INSTRUCTION=instruction,
+        BLOCK_T=power_of_two(tiles), BIAS=bias is not None, STAGES=config.num_stages, THREADS=32 * config.num_warps,
+        BYTES=line, INSTRUCTION=instruction,
         PDL="launch_pdl" in options, **shape, **options,
     )  # fmt: skip
 

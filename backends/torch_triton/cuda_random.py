@@ -16,7 +16,7 @@ def qwen2_config(
     num_kv_heads: int,
     vocab_size: int,
     *,
-    context_length: int = 65536,
+    context_length: int = 133120,
     tied_embeddings: bool = False,
 ) -> ModelConfig:
     """A Qwen2 decoder (biases on q, k, v; no QK-norm, no windows) of the given shape."""

@@ -137,3 +137,19 @@ def test_bad_input_is_named(device):
         call(4, scratch, x.float())
     with pytest.raises(ValueError, match="scratch.squares"):
         call(4, LinearScratch(1, 1, 1, torch.device(device)))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_head_argmax_equals_the_argmax_of_stored_logits(device, rows):
+    from dustin.triton_kernels.argmax_rows import argmax_rows
+    from dustin.triton_kernels.head_argmax import head_argmax
+
+    x, w = normal(rows, 64, device=device, seed=0), normal(75, 64, device=device, seed=1)
+    w[70] = w[20]
+    logits = (x.double() @ w.double().T).to(x.dtype)
+    tokens, finite = head_argmax(x, w, vocabulary=75, config=LinearConfig(16, 32))
+    assert torch.equal(tokens, argmax_rows(logits)[0])
+    assert bool(finite.all())
+    assert int(head_argmax(x, w, vocabulary=20, config=LinearConfig(16, 32))[0].max()) < 20
+    w[33, 5] = float("nan")
+    assert not head_argmax(x, w, vocabulary=75, config=LinearConfig(16, 32))[1].any()

@@ -60,10 +60,10 @@ QWEN3 = {"qk_norm": True, "architecture": "Qwen3ForCausalLM"}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("changes", [{}, QWEN3, {"windows": (4, None)}, {"hidden_size": 72}])
 def test_forward_equals_the_cpu_model(changes, dtype, few_rows, monkeypatch):
-    from dustin.backends.torch_triton.cuda_decode import DecodeBlocks
+    from dustin.backends.torch_triton import cuda_decode
     from dustin.interfaces import Tap, TokenSet
 
-    monkeypatch.setattr(DecodeBlocks, "max_rows", 64 if few_rows else 0)
+    monkeypatch.setattr(cuda_decode, "MAX_HIDDEN", 2048 if few_rows else 0)
     expected_model, model = make_models(dtype, **changes)
     engine = model.device_forward(model.new_cache(1, 1))
     fused = dtype == torch.float16 and "qk_norm" not in changes
