@@ -15,6 +15,7 @@ from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.cache import check_lengths
 from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_fused import extend_set
+from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.interfaces import Tap, TokenSet, Verdict
 from dustin.triton_kernels import accept
@@ -31,7 +32,8 @@ class CudaBackend(TorchBackend):
 
     def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> CudaModel:  # type: ignore[override]
         """A model from a folder of safetensors or a .gguf file. Raise ModelError with the reason, UsageError on a bad dtype."""
-        config, weights, name = loading.load(Path(source), loading.choose_dtype(dtype, self._device), self._device)
+        with named_shortage(f"the weights of {Path(source).name}", "choose --dtype bfloat16, a smaller model, or --device cpu"):
+            config, weights, name = loading.load(Path(source), loading.choose_dtype(dtype, self._device), self._device)
         return CudaModel(config, weights, name)
 
     def _ints(self, values: Sequence[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
+from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.model import Peers
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet
@@ -103,7 +104,9 @@ class CudaModel:
         last_row_only = bool(tap and tap.last_row_only)
         variant = None if self.peers is None else self.peers.variant
         call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant)
-        out, queries = call.run(tokens, cache.lengths, counts, graph)
+        what = f"{self.spec.name}, a step of {batch} x {tokens.shape[1]} tokens"
+        with named_shortage(what, "lower --prefill-chunk, or --max-kv-size, or send fewer prompts at once"):
+            out, queries = call.run(tokens, cache.lengths, counts, graph)
         self.capture_seconds = sum(engine.capture_seconds for engine in self._engines)
         cache.advance(counts)
         if tokens.shape[1] > rows:

@@ -93,3 +93,14 @@ def test_take_copies_rows_also_into_a_pool_of_its_own(pages):
             assert torch.equal(mine[: other.lengths[b]], its[: other.lengths[b]])
     with pytest.raises(ValueError, match="lengths"):
         cache.take([0], capacity=4)
+
+
+def test_a_shortage_names_what_was_asked_what_is_free_and_the_remedy(monkeypatch):
+    from dustin.backends.torch_triton.cuda_memory import named_shortage
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 29, 8 << 30))
+    text = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8.00 GiB"
+    with pytest.raises(MemoryLimitError, match=r"a step of 4 x 512 tokens: 2.50 GiB asked.*1.50 GiB are free.*--prefill-chunk"):
+        with named_shortage("tiny, a step of 4 x 512 tokens", "lower --prefill-chunk"):
+            raise torch.cuda.OutOfMemoryError(text)
