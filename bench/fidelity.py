@@ -67,7 +67,7 @@ class Bench:
     def __init__(self, session: Any, opts: dict[str, Any], profiles: dict[str, Any]) -> None:
         self.session, self.opts, self.profiles = session, opts, profiles
         self.command, self.commit = rows.command(), rows.commit()
-        self.began = time.perf_counter()
+        self.began = opts.get("started") or time.perf_counter()
         self.deadline = self.began + opts["seconds"]
         self.failed = False
         self.out = Path(opts["out"] or OUT)
@@ -216,7 +216,7 @@ def shares(contexts: list[int], began: float, seconds: float) -> Iterator[tuple[
 @click.option("--at-once", default=30, show_default=True, help="Questions of one batch.")
 @click.option("--drift-tokens", default=1025, show_default=True, help="0: no drift track.")
 @click.option("--gamma", default=5, show_default=True)
-@click.option("--seconds", default=3600.0, show_default=True, help="Leave out what does not fit in this time.")
+@click.option("--seconds", default=3600.0, show_default=True, help="Leave out what does not fit in this time, loading included.")
 @click.option("--calibrate/--no-calibrate", default=False, help="Calibrate first; its profile joins the comparison.")
 @click.option("--calibration-seconds", default=90.0, show_default=True)
 @click.option("--profile", help="A profile to compare; auto: the pair's own.")
@@ -236,7 +236,7 @@ def main(**opts: Any) -> None:
     from dustin.generation import load
 
     torch.set_num_threads(opts["threads"])
-    began = time.perf_counter()
+    began = opts["started"] = time.perf_counter()
     session = load(opts["model"], opts["draft_model"] or None, device=opts["device"], dtype=opts["dtype"])
     click.echo(f"loaded in {time.perf_counter() - began:.1f} s", err=True)
     run(session, opts)

@@ -1,0 +1,121 @@
+"""Tables of bench/results/fidelity.jsonl: rows replayed on the same traces, and tasks, context by context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench import rows
+
+OUT = rows.RESULTS / "fidelity.jsonl"
+
+
+def _number(row: dict[str, Any], name: str, percent: bool = False, digits: int = 3) -> str:
+    value = row.get(name)
+    if value is None:
+        return ""
+    return f"{100 * value:.1f}" if percent else f"{value:.{digits}f}"
+
+
+def _label(row: dict[str, Any]) -> str:
+    what = row["selector"] + ("" if row["selector"] in ("dense", "streaming", "oracle", "oracle by layer") else f", {row['heads']}")
+    if row.get("bytes_of_budget"):
+        return f"{what}, bytes of {row['bytes_of_budget']}"
+    return f"{what}, k={row['budget']}" + (f", top mass {row['top_mass']}" if row.get("top_mass") else "")
+
+
+def _cells(track: str, keep: Any) -> tuple[list[int], dict[str, dict[int, dict[str, Any]]]]:
+    made = [row for row in rows.read(OUT) if row["track"] == track and "kl" in row and keep(row)]
+    table: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in made:
+        table.setdefault(_label(row), {})[row["context"]] = row
+    return sorted({row["context"] for row in made}), table
+
+
+def _grid(first: str, contexts: list[int], table: dict[str, dict[int, Any]], cell: Any) -> str:
+    from bench.tables import markdown
+
+    lines = [[label, *(cell(by[context]) if context in by else "" for context in contexts)] for label, by in table.items()]
+    return markdown([first, *(str(context) for context in contexts)], lines)
+
+
+def _note(text: str) -> str:
+    first = rows.read(OUT)[0]
+    pair = first["model"] + (f" with {first['draft']} as draft" if first["draft"] else "")
+    machine = f"{first['dtype']}, {first['device']}, {first['num_draft_tokens']} drafts"
+    return f"{text} {pair}, {machine}; `{first['command']}` at {first['commit']}."
+
+
+def _replayed(row: dict[str, Any]) -> str:
+    return (
+        f"{_number(row, 'agreement')} / {_number(row, 'hard_flips', True)} / {_number(row, 'kl')} / "
+        f"{_number(row, 'perplexity_ratio', digits=2)} / {_number(row, 'share_of_dense_bytes', True)}"
+    )
+
+
+def fidelity() -> str:
+    """The short table of the README: the paper's selector, its bound and streaming, on chat and text; tasks below."""
+
+    def keep(row: dict[str, Any]) -> bool:
+        shown = row["budget"] in (1024, 256) and row["selector"] in ("dustin", "oracle", "streaming")
+        named = row["heads"] in ("profile", "heuristic") and not row.get("top_mass")
+        return (shown and named) or row.get("bytes_of_budget") == 1536
+
+    contexts, table = _cells("chat", keep)
+    text = _grid("chat: agreement / hard flips % / KL / perplexity ratio / bytes %", contexts, table, _replayed)
+    return "\n\n".join([text, tasks(), _note("Intervals, recovery and every other cell are in the rows.")])
+
+
+def tasks() -> str:
+    """Accuracy on planted tasks, as a share of dense attention's on the same questions."""
+    made = [row for row in rows.read(OUT) if row["track"] in ("needle", "qa") and row["mode"] != "dense"]
+    table: dict[str, dict[Any, str]] = {}
+    for row in made:
+        questions = f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']})"
+        table.setdefault(_label(row), {})[(row["track"], row["context"])] = questions
+    keys = sorted({key for cells in table.values() for key in cells}, key=lambda key: (key[0], key[1]))
+    from bench.tables import markdown
+
+    lines = [[label, *(cells.get(key, "") for key in keys)] for label, cells in table.items()]
+    return markdown(["answers, % of dense (questions)", *(f"{track} {context}" for track, context in keys)], lines)
+
+
+def chat() -> str:
+    """All chat cells."""
+    contexts, table = _cells("chat", lambda row: True)
+    head = "chat: agreement / hard flips % / KL / perplexity ratio / bytes %"
+    return _grid(head, contexts, table, _replayed) + "\n\n" + _note("")
+
+
+def text() -> str:
+    """All text cells."""
+    contexts, table = _cells("text", lambda row: True)
+    return _grid("text: agreement / hard flips % / KL / perplexity ratio / bytes %", contexts, table, _replayed)
+
+
+def drift() -> str:
+    """KL and agreement over a long answer, by quarters."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(OUT) if row["track"] == "drift"]
+    lines = []
+    for row in made:
+        how = f"rectified {row['rectify']}" if row.get("rectify") else "not rectified"
+        quarters = [f"{part['agreement']:.3f} / {part['kl']:.3f}" for part in row["quarters"]]
+        lines.append([f"{row['tokens'] - 1} tokens at {row['context']}, {how}", *quarters, f"{row['repeated_4grams']:.2f}"])
+    return markdown(["agreement / KL", "1st quarter", "2nd", "3rd", "4th", "repeated 4-grams"], lines)
+
+
+def acceptance() -> str:
+    """Acceptance length of whole engines."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(OUT) if row.get("what") == "acceptance"]
+    by: dict[str, dict[int, str]] = {}
+    for row in made:
+        draft = "sparse" if row["sparse_draft"] else "dense"
+        label = row["mode"] if row["mode"] == "dense" else f"sparse, k={row['budget']}, {draft} draft"
+        by.setdefault(label, {})[row["context"]] = f"{row['acceptance_length']:.2f}"
+    contexts = sorted({row["context"] for row in made})
+    return markdown(
+        ["tokens a round", *(str(c) for c in contexts)], [[label, *(cells.get(c, "") for c in contexts)] for label, cells in by.items()]
+    )
