@@ -48,6 +48,13 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
     "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),
     "exact_block": (("--exact-block",), "Modes exact and (at most) auto: tokens a dense check covers.", {}),
+    "min_draft_confidence": (
+        ("--min-draft-confidence",), "Draft no further once the run is this unlikely to be kept; 0 is off.", {},
+    ),
+    "relaxed_weight": (
+        ("--relaxed-weight",), "LOSSY: drafted tokens follow this share of the draft's distribution; 0 is off.", {},
+    ),
+    "route_confidence": (("--route-confidence",), "LOSSY: keep drafts this likely, to the draft, unchecked; 0 is off.", {}),
     "sparse_draft": (("--sparse-draft/--no-sparse-draft",), "Whether a draft model reads its own selected tokens only.", {}),
     "prefill_chunk": (("--prefill-chunk",), "Prompt tokens read at a time.", {}),
     "max_kv_size": (("--max-kv-size",), "Refuse what needs more KV rows than this. Default: the model's context.", {}),

@@ -65,7 +65,9 @@ class EngineOptions:
     `none`. `dense_layers` ignore the set; None takes the profile's. `top_mass` cuts each set to what holds that share of the
     scores, so that the budget is only the most. `lookahead_lag` 1 uses
     the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
-    `exact_block` is how many provisional tokens one dense check covers.
+    `exact_block` is how many provisional tokens one dense check covers. A row drafts no more once the chance that its run of
+    drafts is kept falls below `min_draft_confidence` (0: off). `relaxed_weight` w and `route_confidence` P are lossy and off
+    at 0: drafted positions follow (1 - w) target + w draft; a draft whose distribution peaks at P or more is kept unchecked.
     """
 
     mode: str = "auto"
@@ -82,6 +84,9 @@ class EngineOptions:
     lookahead_lag: int | None = None
     rectify_interval: int = 256
     exact_block: int = 32
+    min_draft_confidence: float = 0.0
+    relaxed_weight: float = 0.0
+    route_confidence: float = 0.0
     sparse_draft: bool = True
     prefill_chunk: int = 512
     max_kv_size: int | None = None
@@ -107,6 +112,15 @@ class EngineOptions:
         _require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
         _require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")
         _require("exact_block", self.exact_block, 1 <= self.exact_block <= 128, "1 to 128 tokens")
+        _require("min_draft_confidence", self.min_draft_confidence, 0 <= self.min_draft_confidence < 1, "0 (off) up to, not 1")
+        _require("relaxed_weight", self.relaxed_weight, 0 <= self.relaxed_weight < 1, "0 (off) up to, not including, 1")
+        _require("route_confidence", self.route_confidence, 0 <= self.route_confidence <= 1, "0 (off) to 1")
+        for name in ("relaxed_weight", "route_confidence"):
+            if getattr(self, name) and self.mode not in ("sparse", "rectified"):
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}: it changes the output, which mode {self.mode!r} promises not to: "
+                    "use --mode sparse or rectified, or leave it out"
+                )
         _require("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "1 or more tokens")
         _require("max_kv_size", self.max_kv_size, self.max_kv_size is None or self.max_kv_size >= 1, "1 or more tokens")
 

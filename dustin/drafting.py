@@ -22,6 +22,42 @@ def next_token(backend: Backend, logits: Array, state: RoundState, step: int, dr
     return backend.sample(probabilities, [row[step] for row in state.uniforms]), probabilities
 
 
+class Confidence:
+    """How sure the draft is of its run, step by step, where an option asks for it.
+
+    A row's run ends before the draft that brings the product of top probabilities below `min_draft_confidence`. That looks at
+    distributions only, never at the tokens drawn from them, so what is drafted is judged by the law it was drawn from and
+    sampling stays exact. It needs values on the host; on a device that would wait, the row's acceptance of late decides alone.
+    """
+
+    def __init__(self, backend: Backend, options: EngineOptions, state: RoundState) -> None:
+        self.num_drafts = state.num_drafts
+        self._backend = backend
+        self._least, self._kept = options.min_draft_confidence, options.route_confidence > 0
+        self._may_stop = state.may_stop
+        self._parts: list[Array] = []
+        self._product = [1.0] * len(state.active)
+
+    def stops(self, logits: Array, distribution: Array | None, step: int) -> bool:
+        """Account for the draft of `step`; True when no row wants it, nor any after it."""
+        if not self._least and not self._kept:
+            return False
+        sureness = self._backend.confidence(logits, distribution)
+        seen = self._backend.peek(sureness) if self._least else None
+        if seen is not None:
+            self._product = [before * now for before, now in zip(self._product, seen, strict=True)]
+            pairs = zip(self.num_drafts, self._product, strict=True)
+            self.num_drafts = tuple(min(most, step) if product < self._least else most for most, product in pairs)
+            if self._may_stop and max(self.num_drafts) <= step:
+                return True
+        self._parts.append(sureness)
+        return False
+
+    def joined(self) -> Array | None:
+        """[B, G] confidence of each draft, for routing."""
+        return self._backend.concat_tokens(self._parts) if self._kept and self._parts else None
+
+
 class NoDrafter:
     """Plain decoding: every round verifies the pending token alone."""
 
@@ -118,6 +154,7 @@ class ModelDrafter(NoDrafter):
         drafted: list[Array] = []
         distributions: list[Array] = []
         queries = []
+        doubt = Confidence(backend, self._options, state)
         for step in range(state.max_drafts):
             token_set = None
             if self._options.sparse_draft and state.draft_set is not None:
@@ -129,16 +166,21 @@ class ModelDrafter(NoDrafter):
                 known = zip(self.dense_rows, before, cache.lengths, strict=True)
                 self.dense_rows = [now if dense == then else dense for dense, then, now in known]
             token, distribution = next_token(backend, out.logits, state, step, drafted)
+            if doubt.stops(out.logits, distribution, step):
+                break
             drafted.append(token)
             queries.append(out.queries)
             if distribution is not None:
                 distributions.append(distribution)
             fed, counts = token, [int(on) for on in state.active]
+        if not drafted:
+            return Drafts(None, doubt.num_drafts)
         return Drafts(
             backend.concat_tokens(drafted),
-            state.num_drafts,
+            doubt.num_drafts,
             backend.stack_rows(distributions) if distributions else None,
             backend.concat_queries(queries),
+            doubt.joined(),
         )
 
     def commit(self, lengths: Sequence[int]) -> None:
@@ -171,20 +213,23 @@ class SelfDrafter(NoDrafter):
         fed = backend.tokens([[row[-1]] if on else [] for row, on in zip(state.tokens, state.active, strict=True)])
         drafted: list[Array] = []
         distributions: list[Array] = []
+        doubt = Confidence(backend, self._options, state)
         for step in range(max(state.num_drafts)):
-            counts = [int(on and step < most) for on, most in zip(state.active, state.num_drafts, strict=True)]
+            counts = [int(on and step < most) for on, most in zip(state.active, doubt.num_drafts, strict=True)]
             token_set = backend.extend(chosen, base, cache.lengths) if chosen is not None else None
             self._count_read(counts, cache, chosen is not None)
             out = self._target.forward(fed, counts, cache, token_set=token_set, logits="all")
             fed, distribution = next_token(backend, out.logits, state, step, drafted)
+            if doubt.stops(out.logits, distribution, step):
+                break
             drafted.append(fed)
             if distribution is not None:
                 distributions.append(distribution)
         cache.rollback(base)
         if not drafted:
-            return Drafts(None, state.num_drafts)
+            return Drafts(None, doubt.num_drafts)
         rows = backend.stack_rows(distributions) if distributions else None
-        return Drafts(backend.concat_tokens(drafted), state.num_drafts, rows)
+        return Drafts(backend.concat_tokens(drafted), doubt.num_drafts, rows)
 
     def _count_read(self, counts: Sequence[int], cache: KVCache, sparse: bool) -> None:
         budget = self._options.budget

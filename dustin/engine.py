@@ -190,7 +190,10 @@ class Engine:
 
     def _draft(self, taking: set[int], most: int, sparse: bool) -> Drafts:
         # A row may draft one less than it may still emit: verification adds a token of its own.
-        limits = tuple(max(0, min(most, row.remaining - 1)) if row.row in taking else 0 for row in self.rows)
+        least = self.options.min_draft_confidence
+        limits = tuple(
+            max(0, min(row.drafts_worth(least, most), row.remaining - 1)) if row.row in taking else 0 for row in self.rows
+        )
         self._uniforms = [
             row.uniforms.draw(2 * self.options.num_draft_tokens + 1) if row.row in taking else [] for row in self.rows
         ]
@@ -202,7 +205,7 @@ class Engine:
             tokens=[row.tokens for row in self.rows],
             active=tuple(row.row in taking for row in self.rows),
             num_drafts=limits,
-            max_drafts=most,
+            max_drafts=most if sparse else max(limits),
             warp=self.warp,
             uniforms=self._pad([row[:most] for row in self._uniforms], most),
             context=self._penalty_context(),
@@ -211,6 +214,7 @@ class Engine:
             # A row that takes no part must not widen the draft's set.
             set_lengths=tuple(n if b in taking else self._target_cache.capacity for b, n in enumerate(self._set_lengths)),
             select=lambda: self._select(Drafts(None, limits), taking),
+            may_stop=not sparse,
         )
         return self.drafter.propose(state)
 
@@ -278,6 +282,7 @@ class Engine:
             if count:
                 self.stats.count_round(drafts.num_drafts[row.row], accepted)
                 row.stats.count_round(drafts.num_drafts[row.row], accepted)
+                row.note_drafts(drafts.num_drafts[row.row], accepted)
             if row.committed > row.prompt_length:  # The first token belongs to the prefill.
                 self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed + i for i in range(accepted + 1)))
             logprobs = _trimmed(host.logprobs[row.row], row.request.top_logprobs) if host.logprobs else None
@@ -362,6 +367,7 @@ class Engine:
             accepted = host.num_accepted[row.row]
             self.stats.count_round(drafts.num_drafts[row.row], accepted)
             row.stats.count_round(drafts.num_drafts[row.row], accepted)
+            row.note_drafts(drafts.num_drafts[row.row], accepted)
             room = min(row.remaining - 1, self._chosen.exact_block - (len(row.tokens) - row.committed))
             tokens = host.tokens[row.row][: accepted + 1][:room]
             if verdict.probabilities is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dustin.acceptance import SpeculativeAcceptance
+from dustin.acceptance import RelaxedAcceptance, SpeculativeAcceptance
 from dustin.async_api import Worker
 from dustin.config import EngineOptions, RequestOptions
 from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
@@ -174,7 +174,8 @@ class Session:
         drafter = self._drafter(options, stats, scoring)
         if options.mode in ("sparse", "rectified", "exact", "auto") or drafter.name == "self":
             stats.scoring = scoring.describe(drafter.tap is not None)
-        rule = SpeculativeAcceptance()
+        lossy = options.relaxed_weight or options.route_confidence
+        rule = RelaxedAcceptance(options.relaxed_weight, options.route_confidence) if lossy else SpeculativeAcceptance()
         engine = kind(self.backend, self.target, drafter, selector, rule, selector.tap, options, stats)
         if engine.planner is not None:
             engine.planner.prices = self._prices  # What rounds cost is the machine's, not the request's.
@@ -207,12 +208,18 @@ class Session:
             raise UsageError(
                 f"selector {options.selector!r} scores with a draft model's queries: give --draft-model or --select history"
             )
+        if options.route_confidence and drafter != "draft":
+            raise UsageError(f"route_confidence needs a draft model to be sure of its tokens, got drafter {drafter!r}")
+        if options.min_draft_confidence and drafter in ("none", "lookup"):
+            raise UsageError(f"min_draft_confidence needs a drafter with probabilities, got {drafter!r}: draft or self")
         lag = options.lookahead_lag
         sampled = any(request.sampling.temperature > 0 for request in requests)
         if options.mode == "exact" and sampled and drafter == "draft":
             if lag == 0:
                 raise UsageError("exact sampling needs lookahead_lag 1, got 0: the set must not depend on the drafts it judges")
             lag = 1
+        if options.relaxed_weight and not sampled:
+            raise UsageError("relaxed_weight mixes distributions, and temperature 0 has none: give --temp too, or leave it out")
         return replace(options, drafter=drafter, lookahead_lag=lag or 0)
 
     def _scoring(self, options: EngineOptions) -> Scoring:

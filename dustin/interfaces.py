@@ -341,6 +341,18 @@ class Backend(Protocol):
         """[B, T] tokens from [B, T, V]; the lower index wins a tie."""
         ...
 
+    def confidence(self, logits: Array, probabilities: Array | None) -> Array:
+        """[B, 1] top probability of the distributions [B, 1, V], or where they are None of softmax(logits)."""
+        ...
+
+    def peek(self, values: Array) -> tuple[float, ...] | None:
+        """Host values of [B, 1] where having them waits for no device; else None. Not a round's read: see `read`."""
+        ...
+
+    def favour(self, logits: Array, drafts: Array, confidence: Array, threshold: float) -> Array:
+        """Logits [B, G+1, V] in which draft i of row b is sure (1e30) where confidence[b, i] >= threshold; a copy."""
+        ...
+
     def accept_greedy(self, drafts: Array, num_drafts: Sequence[int], logits: Array) -> Verdict:
         """Keep the longest prefix of drafts [B, G] (num_drafts[b] valid, G may be 0) equal to the argmax of logits [B, G+1, V]."""
         ...
@@ -410,12 +422,16 @@ class Measures(Backend, Protocol):
 
 @dataclass
 class Drafts:
-    """What a drafter proposes: `tokens` [B, G], per-row counts, q distributions (None = one-hot), lookahead queries."""
+    """What a drafter proposes: `tokens` [B, G], per-row counts, q distributions (None = one-hot), lookahead queries.
+
+    `confidence` [B, G] is each draft's top probability, where an option asks for it.
+    """
 
     tokens: Array | None
     num_drafts: tuple[int, ...]
     probabilities: Array | None = None
     queries: Mapping[int, Array] | None = None
+    confidence: Array | None = None
 
 
 @dataclass
@@ -514,7 +530,8 @@ class RoundState:
     `tokens[b]` are the working tokens of row b (the last one is pending), `active[b]` is False for rows that take no part,
     `num_drafts[b]` limits what verification will take. `draft_set` is last round's set and `set_lengths` the target lengths
     it was chosen at; `select` gives this round's history-only set for drafters that read the target's cache.
-    `uniforms[b]` has one number a draft; `context` is what penalties count (None without penalties).
+    `uniforms[b]` has one number a draft; `context` is what penalties count (None without penalties). `may_stop`: no later
+    draft is needed once every row's confidence has fallen too low (where a set waits for the queries, all are drafted).
     """
 
     tokens: Sequence[Sequence[int]]
@@ -528,6 +545,7 @@ class RoundState:
     draft_set: TokenSet | None
     set_lengths: tuple[int, ...]
     select: Callable[[], TokenSet | None]
+    may_stop: bool = False
 
 
 class Drafter(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,7 +75,21 @@ class Sequence:
         self.reading = False
         self.stats = Stats()
         self.uniforms = UniformStream(request.sampling.seed)
+        self.draft_rate = 1.0
         self._sink = sink
+
+    def note_drafts(self, offered: int, kept: int) -> None:
+        """How a round's drafts fared: `draft_rate` follows the share kept of those that were put to the test."""
+        if offered:
+            self.draft_rate += 0.25 * (kept / (kept + (kept < offered)) - self.draft_rate)
+
+    def drafts_worth(self, least: float, most: int) -> int:
+        """How many drafts (1 to `most`) have, at the rate of late, a chance of `least` or more to be kept together."""
+        if self.draft_rate >= 1.0 or least <= 0:
+            return most
+        if self.draft_rate <= 0.0:
+            return min(1, most)
+        return max(min(1, most), min(most, int(math.log(least) / math.log(self.draft_rate))))
 
     @property
     def active(self) -> bool:

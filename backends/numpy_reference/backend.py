@@ -200,6 +200,18 @@ class NumpyBackend:
         """[B, T] tokens; numpy returns the first of equal maxima."""
         return np.asarray(logits.argmax(axis=-1))
 
+    def confidence(self, logits: Floats, probabilities: Floats | None) -> Floats:
+        """[B, 1] top probability of [B, 1, V] distributions, or of softmax(logits)."""
+        return sampling.confidence(logits, probabilities)
+
+    def peek(self, values: Floats) -> tuple[float, ...] | None:
+        """The values [B, 1]: they are on the host."""
+        return tuple(float(value) for value in values[:, 0])
+
+    def favour(self, logits: Floats, drafts: Ints, confidence: Floats, threshold: float) -> Floats:
+        """See sampling.favour."""
+        return sampling.favour(logits, drafts, confidence, threshold)
+
     def accept_greedy(self, drafts: Ints, num_drafts: Sequence[int], logits: Floats) -> Verdict:
         """See sampling.accept_greedy."""
         return sampling.accept_greedy(drafts, num_drafts, logits)

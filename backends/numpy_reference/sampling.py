@@ -94,6 +94,19 @@ def sample(distributions: Floats, uniforms: Sequence[float]) -> Ints:
     return np.array([[draw(row[0], u)] for row, u in zip(distributions, uniforms, strict=True)], dtype=np.int64)
 
 
+def confidence(logits: Floats, distributions: Floats | None) -> Floats:
+    """[B, 1] top probability of distributions [B, 1, V], or of softmax(logits [B, 1, V]) without them."""
+    return np.asarray((softmax(logits) if distributions is None else distributions).max(axis=-1))
+
+
+def favour(logits: Floats, drafts: Ints, sureness: Floats, threshold: float) -> Floats:
+    """A copy of logits [B, G+1, V] with 1e30 at drafts[b, i] of row i where sureness[b, i] >= threshold."""
+    out = logits.copy()
+    for b, i in np.argwhere(np.asarray(sureness) >= threshold):
+        out[b, i, int(drafts[b, i])] = 1e30
+    return out
+
+
 def _check(drafts: Ints, num_drafts: Sequence[int], judged: Floats) -> None:
     batch, width = drafts.shape
     check_lengths("num_drafts", num_drafts, batch, [0] * batch, [width] * batch)

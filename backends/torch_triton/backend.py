@@ -214,6 +214,20 @@ class TorchBackend:
         return sampling.first_argmax(logits)
 
     @torch.inference_mode()
+    def confidence(self, logits: torch.Tensor, probabilities: torch.Tensor | None) -> torch.Tensor:
+        """[B, 1] top probability of [B, 1, V] distributions, or of softmax(logits)."""
+        return sampling.confidence(logits, probabilities)
+
+    def peek(self, values: torch.Tensor) -> tuple[float, ...] | None:
+        """The values [B, 1] on a CPU; None where a device would have to finish first."""
+        return tuple(values[:, 0].tolist()) if values.device.type == "cpu" else None
+
+    @torch.inference_mode()
+    def favour(self, logits: torch.Tensor, drafts: torch.Tensor, confidence: torch.Tensor, threshold: float) -> torch.Tensor:
+        """See sampling.favour."""
+        return sampling.favour(logits, drafts, confidence, threshold)
+
+    @torch.inference_mode()
     def accept_greedy(self, drafts: torch.Tensor, num_drafts: Sequence[int], logits: torch.Tensor) -> Verdict:
         """See sampling.accept_greedy."""
         return sampling.accept_greedy(drafts, num_drafts, logits)

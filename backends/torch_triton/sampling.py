@@ -94,6 +94,25 @@ def draw(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
     return torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)[:, 0]
 
 
+def confidence(logits: torch.Tensor, distributions: torch.Tensor | None) -> torch.Tensor:
+    """[B, 1] fp32 top probability of distributions [B, 1, V], or of softmax(logits [B, 1, V]) without them."""
+    if distributions is not None:
+        return distributions.float().amax(-1)
+    values = logits.float()
+    # The largest of a softmax, without making the others.
+    return torch.exp(values.amax(-1) - torch.logsumexp(values, -1))
+
+
+def favour(logits: torch.Tensor, drafts: torch.Tensor, sureness: torch.Tensor, threshold: float) -> torch.Tensor:
+    """A copy of logits [B, G+1, V] with 1e30 at drafts[b, i] of row i where sureness[b, i] >= threshold."""
+    out = logits.clone()
+    at = drafts.long()[..., None]
+    front = out[:, : drafts.shape[1]]
+    sure = (sureness >= threshold)[..., None]
+    front.scatter_(-1, at, torch.where(sure, torch.full_like(at, 1, dtype=out.dtype) * 1e30, front.gather(-1, at)))
+    return out
+
+
 def _check(drafts: torch.Tensor, num_drafts: Sequence[int], judged: torch.Tensor) -> None:
     batch, width = drafts.shape
     check_lengths("num_drafts", num_drafts, [0] * batch, [width] * batch)
