@@ -94,6 +94,27 @@ def measured(
             forget()
 
 
+def at_hand(limit_bytes: float) -> str | None:
+    """Hub id of the largest mlx-community model in the hub's cache that we can run within the limit; None without one."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    from dustin.backends.mlx_metal.loading import DEFINITIONS
+
+    try:
+        repos = [repo for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos if repo.repo_id.startswith("mlx-community/")]
+    except CacheNotFound:
+        return None
+    for repo in sorted(repos, key=lambda repo: -repo.size_on_disk):
+        files = {file.file_name: file.file_path for revision in repo.revisions for file in revision.files}
+        whole = "config.json" in files and any(name.endswith(".safetensors") for name in files)
+        if whole and repo.size_on_disk <= limit_bytes:
+            names = json.loads(files["config.json"].read_text()).get("architectures") or [None]
+            if names[0] in DEFINITIONS:
+                return repo.repo_id
+    return None
+
+
 def generated(model: str, prompt_tokens: int, max_tokens: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Generation rows of a model; what went wrong is a row too, so that the attention rows are not lost."""
     from bench.mlx_generation import generation
@@ -126,7 +147,7 @@ def metal_here() -> bool:
 
 @click.command()
 @click.option("--array-path", is_flag=True, help="Reduced shapes through MLX arrays alone, anywhere: a check of the script.")
-@click.option("--model", "models", multiple=True, help="mlx folder or hub id: generation by mlx_lm and by ours. May be repeated.")
+@click.option("--model", "models", multiple=True, help="mlx folder or hub id to generate with. Default: one that is in the cache.")
 @click.option("--prompt-tokens", type=click.IntRange(64), default=8192, show_default=True, help="Prompt length with --model.")
 @click.option("--max-tokens", type=click.IntRange(8), default=128, show_default=True, help="Tokens generated with --model.")
 @click.option("--repeats", type=click.IntRange(1), default=9, show_default=True, help="Timed passes of each path.")
@@ -152,6 +173,10 @@ def main(array_path: bool, models: tuple[str, ...], repeats: int, only: str, out
     limit = _MEMORY_SHARE * (facts["memory_gib"] or 16) * 2**30
     found = list(measured(chosen, paths, repeats, limit, say))
     line: dict[str, Any] = {"bench": "apple", "what": ARRAYS if array_path else METAL} | facts | {"cases": found}
+    if not models and metal and not array_path:
+        found_model = at_hand(limit)
+        say(f"generation: {found_model or 'no mlx-community model is in the cache; --model names one'}")
+        models = (found_model,) if found_model else ()
     if models:
         line["generation"] = [row for model in models for row in generated(model, opts["prompt_tokens"], opts["max_tokens"], say)]
     line |= {"command": rows.command(), "commit": rows.commit()}

@@ -109,7 +109,8 @@ def test_array_path_is_labelled_as_such(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Mac: Metal is there (the emulator), with a table of one tiny case and one too large."""
+    """A Mac: Metal is there (the emulator), no model in the cache, a table of one tiny case and one too large."""
+    monkeypatch.setattr(apple, "at_hand", lambda limit: None)
     huge = replace(TINY, context=1 << 24, batch=64)
     monkeypatch.setattr(apple, "metal_here", lambda: True)
     monkeypatch.setattr(apple, "table", lambda: [TINY, huge])
@@ -155,6 +156,28 @@ def test_the_table_holds_the_promised_shapes() -> None:
     cases = {(p.name, p.batch, p.rows) for p in apple.table() if p.context == 32768 and 2048 in p.budgets}
     assert {("32/8/128", 1, rows) for rows in (1, 4, 6, 8)} <= cases
     assert {("64/8/128", 1, 6), ("64/8/128", 8, 6), ("40/8/128", 1, 6), ("32/8/128", 8, 6), ("28/4/128", 1, 6)} <= cases
+
+
+@NO_MLX_LM
+def test_a_model_at_hand_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "none"))
+    assert apple.at_hand(1e9) is None
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    sizes = {"mlx-community--small": 1_000, "mlx-community--large": 9_000, "mlx-community--huge": 90_000, "other--one": 5_000}
+    for name, size in sizes.items():
+        snapshot = tmp_path / f"models--{name}" / "snapshots" / "1"
+        snapshot.mkdir(parents=True)
+        (tmp_path / f"models--{name}" / "refs").mkdir()
+        (tmp_path / f"models--{name}" / "refs" / "main").write_text("1")
+        (snapshot / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+        (snapshot / "model.safetensors").write_bytes(b"0" * size)
+    assert apple.at_hand(50_000) == "mlx-community/large"
+    strange = tmp_path / "models--mlx-community--large" / "snapshots" / "1" / "config.json"
+    strange.write_text('{"architectures": ["Whisper"]}')
+    assert apple.at_hand(50_000) == "mlx-community/small"
+    assert apple.at_hand(500) is None
 
 
 @NO_MLX_LM
