@@ -71,9 +71,8 @@ class Outcome:
     seconds: float
 
 
-def decode(session: Session, cell: Cell, options: EngineOptions, tokens: int, probe: Any = None) -> Outcome:
+def decode(inner: Session, cell: Cell, tokens: int, probe: Any = None) -> Outcome:
     """Generate `tokens` tokens for every prompt from copies of the cell's caches."""
-    inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
     order = list(range(cell.batch))
     target = cell.caches["target"].take(order)
     run = inner._start(cell.prompts, [RequestOptions(max_tokens=tokens, ignore_eos=True)] * cell.batch, target)
@@ -147,10 +146,12 @@ def gap_at(session: Session, cell: Cell, row: int, count: int) -> float:
 
 def measure(session: Session, cell: Cell, mode: str, options: EngineOptions, tokens: int) -> dict[str, Any]:
     """One row."""
-    decode(session, cell, options, min(tokens, WARM_TOKENS if mode != "auto" else 96))
+    # One session for both runs: what mode auto learns of costs is kept.
+    inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
+    decode(inner, cell, min(tokens, WARM_TOKENS if mode != "auto" else 128))
     torch.cuda.reset_peak_memory_stats()
     probe = DeviceTime()
-    outcome = decode(session, cell, options, tokens, probe if mode != "auto" else None)
+    outcome = decode(inner, cell, tokens, probe if mode != "auto" else None)
     stats = outcome.stats
     made = sum(count * size for size, count in outcome.per_step.items())
     rate = made / stats.decode_seconds
@@ -173,6 +174,7 @@ def measure(session: Session, cell: Cell, mode: str, options: EngineOptions, tok
         "tokens_per_step": round(made / outcome.steps / cell.batch, 3),
         "tokens_per_check": round(stats.check_accepted_tokens / stats.dense_checks + 1, 2) if stats.dense_checks else None,
         "mode_rounds": dict(stats.mode_rounds) if mode == "auto" else None,
+        "plan": getattr(stats, "plan", None) if mode == "auto" else None,
         "tokens_per_second": round(rate, 1), "tokens_per_second_per_sequence": round(rate / cell.batch, 2),
         "baseline": "our dense autoregressive decoding with CUDA graphs, same engine", "ratio": round(rate / cell.baseline, 3),
         "step_ms": round(1e3 * stats.decode_seconds / outcome.steps, 3),
@@ -259,7 +261,8 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
         click.echo(f"  {mode:10s} " + " ".join(f"{k}={row[k]}" for k in keys if row[k] is not None), err=True)
         if opts["histograms"] and mode in ("sparse", "dense", "exact"):
             options = replace(options, num_draft_tokens=8, exact_block=32)
-            outcome = decode(session, cell, options, tokens)
+            inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
+            outcome = decode(inner, cell, tokens)
             row = {**row, "exact_block": 32 if mode == "exact" else None}
             remember_acceptance(opts["histograms"], cell, mode, 8, outcome, row)
 
