@@ -27,6 +27,7 @@ def step_checks(device: str) -> Iterator[Check]:
         ("linear_add", step.add, step.added),
         ("last_norm", step.last, step.last_rows),
         ("capture_heads", step.capture, step.captured),
+        ("head_argmax", step.argmax, step.best),
     ):
         yield Check("triton", name, run, want(), _TOLERANCE)
 
@@ -163,6 +164,17 @@ class _Step:
         chosen = self.wide("q")[:, :, self.heads]
         rows = np.maximum(np.array(_FED) - 1, 0)
         return {"all": chosen, "last": chosen[np.arange(_BATCH), rows][:, None]}
+
+    def argmax(self) -> Outputs:
+        from dustin.triton_kernels.head_argmax import head_argmax
+
+        x, head = self.on_device(self.wide("embedding")[:6], np.float16), self.half("embedding")
+        tokens, finite = head_argmax(x, head, vocabulary=10, config=self.config)
+        return {"tokens": _host(tokens).astype(np.int64), "finite": _host(finite).astype(bool)}
+
+    def best(self) -> Outputs:
+        # Each row is one of the head's: its own token is the likeliest, by far.
+        return {"tokens": np.arange(6), "finite": np.ones(6, dtype=bool)}
 
 
 def _host(x: Any) -> np.ndarray:
