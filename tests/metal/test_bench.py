@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,11 @@ def test_array_operations_share_their_plans() -> None:
     measure(replace(TINY, dtype="float32"), counted, repeats=1)
     # One for the check of the numbers, two warm-up passes, one timed.
     assert len(made) == 4
+
+
+@pytest.mark.parametrize("command", [apple.main, mlx_cuda.main])
+def test_without_mlx_it_says_what_to_install(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    done = run(command)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert "MLX cannot be imported" in done.stderr and "pip install" in done.stderr
