@@ -8,15 +8,10 @@ from typing import Any
 
 import click
 
-from bench import rows
+from bench import decode_tables, rows
+from bench.decode_tables import markdown
 
 PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
-
-
-def markdown(header: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table, numbers right-aligned."""
-    rule = ["---"] + ["--:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
 def cpu() -> str:
@@ -71,26 +66,6 @@ def pair() -> str:
     return markdown(header, lines) + "\n\n" + note
 
 
-def decode() -> str:
-    """Decode ratios on the GPU: one line a mode and scoring, one column a batch."""
-    made = [row for row in rows.read(rows.RESULTS / "decode.jsonl") if row.get("ratio") is not None]
-    batches = sorted({row["batch"] for row in made})
-    cells: dict[tuple[str, str], dict[int, str]] = {}
-    for row in made:
-        drafts = f", {row['num_draft_tokens']} drafts" if "num_draft_tokens" in row else ""
-        key = (row["mode"] + drafts, "" if row["mode"].split(" ")[0] in ("ar", "dense", "transformers") else row["scoring"])
-        cells.setdefault(key, {})[row["batch"]] = f"{row['tokens_per_second']:.0f} ({row['ratio']:.2f}x)"
-    lines = [[mode, scoring, *(cell.get(batch, "") for batch in batches)] for (mode, scoring), cell in cells.items()]
-    first = made[0]
-    note = (
-        "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
-        f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
-        "budget 512; acceptance replayed from a geometric histogram (in the rows), not measured; "
-        f"`{first['command']}` and the commands in the rows, at {first['commit']}."
-    )
-    return markdown(["mode", "scoring heads", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
-
-
 def attention() -> str:
     """Attention ratios on the GPU, the round's selection included."""
     made = rows.read(rows.RESULTS / "attention.jsonl")
@@ -129,7 +104,7 @@ def summary() -> str:
     ]
     lines.append([f"the same in transformers ({peer['mode'].partition('-')[2]})", f"{peer['tokens_per_s']:.0f} tok/s",
                   f"{peer['ratio']:.2f}x", "same output"])  # fmt: skip
-    decoded = [row for row in rows.read(rows.RESULTS / "decode.jsonl") if row.get("ratio") is not None]
+    decoded = decode_tables.whole_rounds()
     most = max(row["batch"] for row in decoded)
     for kind, same in (("exact", "same output"), ("rectified", "approximate"), ("sparse", "approximate")):
         best = max((row for row in decoded if row["batch"] == most and row["mode"].startswith(kind)), key=lambda row: row["ratio"])
@@ -171,7 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "cpu": cpu,
     "pair": pair,
-    "decode": decode,
+    "decode": decode_tables.decode,
     "attention": attention,
 }
 
