@@ -93,8 +93,8 @@ def real() -> str:
     header += ["of it host", "identical to ar", "peak GB"]
     note = (
         f"{first['card']}, {first['model']}, real weights in {first['dtype']}, acceptance measured, through the engine. A step "
-        "is a round, in mode exact a checked block; its host time is what the replayed graphs of one step leave of it. Rows that differ "
-        "from `ar` in a mode with the same output differ at near-ties of bf16 logits (top-2 gaps in the rows). "
+        "is a round, in mode exact a checked block; its host time is what the replayed graphs of one step leave of it. Rows that "
+        "differ from `ar` in a mode with the same output differ at near-ties of bf16 logits (top-2 gaps in the rows). "
         f"`{first['command']}` at {first['commit']}."
     )
     return markdown(header, lines) + "\n\n" + note
