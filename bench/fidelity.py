@@ -55,6 +55,7 @@ def further(profiles: bool) -> list[Cell]:
     best = "profile" if profiles else "heuristic"
     cells = [Cell("dustin", best, budget) for budget in (2048, 256, 128)]
     cells += [Cell("dustin", name, 0, bytes_of=3072) for name in dict.fromkeys((best, "heuristic", "mid", "mid/8"))]
+    cells += [Cell("dustin", best, 0, bytes_of=4800)]
     cells += [Cell("oracle by layer", "heuristic", 512), Cell("oracle", "heuristic", 2048), Cell("dustin", "heuristic", 2048)]
     cells += [Cell("dustin", name, 1024) for name in ("heuristic/8", "one", "mid/8")]
     cells += [Cell("specattn", best, 1024), Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]

@@ -13,7 +13,7 @@ from dustin.generation import Session
 from dustin.interfaces import Tap
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Reading, Replay
-from dustin.scoring import ReadBytes, Scoring, all_heads, full_layers, heuristic
+from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
 from dustin.selection import create_selector
 from dustin.selectors.peers import OracleSelector
 from dustin.sequence import Sequence
@@ -123,15 +123,8 @@ def budget_of(cell: Cell, scoring: Scoring, session: Session, context: int) -> i
     """The cell's budget, or what the bytes of `bytes_of` tokens leave after scoring (METHOD section 8), in steps of 64."""
     if not cell.bytes_of:
         return cell.budget
-    spec = session.target.spec
-    pool = min(scoring.pool, context)
-    tokens = round((context + (scoring.refresh - 1) * pool) / scoring.refresh)
-    left = ReadBytes(spec).tokens(cell.bytes_of) - ReadBytes(spec).scoring(scoring.target, tokens)
-    if session.draft is not None:
-        left -= ReadBytes(session.draft.spec).scoring(scoring.draft, tokens)
-    left -= ReadBytes(spec).layers(len(scoring.dense_layers), context)
-    own = spec.bytes_per_kv_token * (spec.num_layers - len(scoring.dense_layers)) / spec.num_layers
-    return int(left / own) // 64 * 64
+    target, draft = session.target.spec, session.draft.spec if session.draft else None
+    return budget_within(ReadBytes(target).tokens(cell.bytes_of), scoring, target, draft, context)
 
 
 def replay_cell(replay: Replay, cell: Cell, scoring: Scoring, budget: int, session: Session, **how: Any) -> Any:

@@ -116,6 +116,5 @@ def acceptance() -> str:
         label = row["mode"] if row["mode"] == "dense" else f"sparse, k={row['budget']}, {draft} draft"
         by.setdefault(label, {})[row["context"]] = f"{row['acceptance_length']:.2f}"
     contexts = sorted({row["context"] for row in made})
-    return markdown(
-        ["tokens a round", *(str(c) for c in contexts)], [[label, *(cells.get(c, "") for c in contexts)] for label, cells in by.items()]
-    )
+    lines = [[label, *(cells.get(c, "") for c in contexts)] for label, cells in by.items()]
+    return markdown(["tokens a round", *(str(c) for c in contexts)], lines)

@@ -19,7 +19,7 @@ from dustin.profile_file import Profile
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
 from dustin.retrieval_heads import best_heads, chat_frame, find_retrieval_heads, needle_prompts
-from dustin.scoring import ReadBytes, Scoring, all_heads, full_layers, heuristic
+from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
 
@@ -86,20 +86,7 @@ class Calibrator:
 
     def budget_of(self, scoring: Scoring) -> int:
         """The budget whose bytes, with this scoring's own, are what all candidates may read; 0 where that is too little."""
-        spec = self.target.spec
-        if len(scoring.dense_layers) >= spec.num_layers:
-            return 0
-        left = self.allowed - self._scoring_bytes(scoring)
-        left -= ReadBytes(spec).layers(len(scoring.dense_layers), self.context)
-        a_token = spec.bytes_per_kv_token * (spec.num_layers - len(scoring.dense_layers)) / spec.num_layers
-        budget = int(left / a_token) // STEP * STEP
-        return min(max(budget, 0), self.context // STEP * STEP)
-
-    def _scoring_bytes(self, scoring: Scoring) -> int:
-        pool = min(scoring.pool, self.context)
-        tokens = round((self.context + (scoring.refresh - 1) * pool) / scoring.refresh)
-        read = ReadBytes(self.target.spec).scoring(scoring.target, tokens)
-        return read + (ReadBytes(self.draft.spec).scoring(scoring.draft, tokens) if self.draft else 0)
+        return budget_within(self.allowed, scoring, self.target.spec, self.draft.spec if self.draft else None, self.context, STEP)
 
     def measure(self, scoring: Scoring, budget: int) -> Measured:
         """The traces through this scoring's sets."""
@@ -187,12 +174,17 @@ class Calibrator:
         return self._more_layers(best, side, promising)
 
     def _more_layers(self, best: Trial, side: str, among: Sequence[int] | None = None) -> Trial:
+        """Another layer of all heads beside those that score, as long as that helps."""
         spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
-        have = dict(getattr(best.scoring, side).heads)
         every = tuple(range(spec.num_heads))
-        layers = [layer for layer in (among or full_layers(spec)[spec.num_layers // 4 :]) if layer not in have]
-        wider = [Tap(dict(sorted({**have, layer: every}.items()))) for layer in layers]
-        return self.best(best, [_with(best.scoring, side, tap) for tap in wider], f"one more {side} layer")
+        while True:
+            have = dict(getattr(best.scoring, side).heads)
+            layers = [layer for layer in (among or full_layers(spec)[spec.num_layers // 4 :]) if layer not in have]
+            wider = [Tap(dict(sorted({**have, layer: every}.items()))) for layer in layers]
+            found = self.best(best, [_with(best.scoring, side, tap) for tap in wider], f"one more {side} layer")
+            if found is best:
+                return best
+            best = found
 
     def _heads(self, best: Trial, side: str, ranking: dict[int, Any]) -> Trial:
         """Layer by layer: one kv head's query heads, or the best retrieval heads."""

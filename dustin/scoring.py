@@ -32,11 +32,17 @@ class Scoring:
     pool: int = 4096
     source: str = "heuristic"
 
+    def pool_for(self, budget: int) -> int:
+        """Tokens of the pool: twice the budget or more, or the set would be the pool."""
+        return max(self.pool, 2 * budget)
+
     def describe(self, with_draft: bool = True) -> str:
         """One line for statistics: where it comes from and which heads score."""
         parts = [f"target {heads_text(self.target)}"]
         if with_draft and self.draft.heads:
             parts.append(f"draft {heads_text(self.draft)}")
+        if self.refresh > 1:
+            parts.append(f"all tokens every {self.refresh} rounds, a pool in between")
         if self.dense_layers:
             parts.append("dense layers " + ", ".join(str(layer) for layer in self.dense_layers))
         return f"{self.source}, " + "; ".join(parts)
@@ -61,6 +67,26 @@ class ReadBytes:
     def layers(self, count: int, tokens: int) -> int:
         """Keys and values of `tokens` tokens in `count` layers."""
         return tokens * self.spec.bytes_per_kv_token * count // self.spec.num_layers
+
+
+def scoring_bytes(scoring: Scoring, target: ModelSpec, draft: ModelSpec | None, context: int, budget: int) -> int:
+    """Bytes of both caches that scoring reads a round and sequence, on average over refreshes."""
+    pool = min(scoring.pool_for(budget), context)
+    tokens = round((context + (scoring.refresh - 1) * pool) / scoring.refresh)
+    return ReadBytes(target).scoring(scoring.target, tokens) + (ReadBytes(draft).scoring(scoring.draft, tokens) if draft else 0)
+
+
+def budget_within(allowed: int, scoring: Scoring, target: ModelSpec, draft: ModelSpec | None, context: int, step: int = 64) -> int:
+    """The largest budget in steps that, with its scoring and dense layers, reads no more than `allowed` bytes a round; 0: none."""
+    dense = len(scoring.dense_layers)
+    if dense >= target.num_layers:
+        return 0
+    own = target.bytes_per_kv_token * (target.num_layers - dense) / target.num_layers
+    fixed = ReadBytes(target).layers(dense, context)
+    for budget in range(context // step * step, 0, -step):
+        if budget * own + fixed + scoring_bytes(scoring, target, draft, context, budget) <= allowed:
+            return budget
+    return 0
 
 
 def heads_text(tap: Tap) -> str:

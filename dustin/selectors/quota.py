@@ -44,7 +44,7 @@ class QuotaSelector(BaseSelector):
             target, draft = (x if x is None else backend.smooth(x, smooth) for x in (target, draft))
         chosen = self._choose(backend, target, draft, context.lengths, self._share)
         if self._scoring.refresh > 1 and within is None:
-            pool = max(self._scoring.pool, self._options.budget)
+            pool = self._scoring.pool_for(self._options.budget)
             self._pool = self._choose(backend, target, draft, context.lengths, self._share, pool)
             self._pool_lengths = context.lengths
         chosen = self._cut(context, chosen, target, draft)
@@ -62,7 +62,7 @@ class QuotaSelector(BaseSelector):
             self._rounds += 1
         grown = max(0, *(now - then for now, then in zip(context.lengths, self._pool_lengths, strict=True)))
         pool = context.backend.extend(self._pool, self._pool_lengths, context.lengths)
-        return pool, max(self._scoring.pool, self._options.budget) + grown
+        return pool, self._scoring.pool_for(self._options.budget) + grown
 
     def _history_scores(self, context: SelectionContext, within: TokenSet | None, size: int | None) -> Array | None:
         # A lookahead-only selector without lookahead (first lagged round, or no draft model) falls back on history.

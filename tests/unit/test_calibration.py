@@ -21,7 +21,7 @@ from dustin.interfaces import ForwardResult, ModelSpec, Tap
 from dustin.profile_file import Profile, scoring_of
 from dustin.replay import Measured
 from dustin.retrieval_heads import NeedlePrompt, best_heads, find_retrieval_heads, needle_prompts, plain_words
-from dustin.scoring import Scoring, all_heads, heuristic
+from dustin.scoring import Scoring, all_heads, budget_within, heuristic, scoring_bytes
 
 LAYERS, HEADS, DIM, VOCAB = 4, 4, 8, 40
 KV_BYTES = 2 * LAYERS * 2 * DIM
@@ -152,11 +152,23 @@ def test_the_search_finds_the_good_layers_at_equal_bytes() -> None:
     assert best.kl < 0.5 * start.kl
     # Whatever was tried read no more than the heuristic at the budget.
     for trial in search.trials:
-        spent = search._scoring_bytes(trial.scoring) + SPEC.bytes_per_kv_token * trial.budget * (
-            LAYERS - len(trial.scoring.dense_layers)
-        ) // LAYERS + SPEC.bytes_per_kv_token * 4096 * len(trial.scoring.dense_layers) // LAYERS
+        dense = len(trial.scoring.dense_layers)
+        spent = scoring_bytes(trial.scoring, SPEC, SPEC, 4096, trial.budget)
+        spent += KV_BYTES * (trial.budget * (LAYERS - dense) + 4096 * dense) // LAYERS
         assert spent <= search.allowed
     assert any("dense layer 1" in line for line in lines)
+
+
+def test_budgets_at_equal_bytes_by_hand() -> None:
+    """One of four layers scores with both kv heads: an eighth of the KV; the draft's the same; so 4096 tokens cost 1024."""
+    scoring = Scoring(all_heads(SPEC, [1]), all_heads(SPEC, [2]))
+    assert scoring_bytes(scoring, SPEC, SPEC, 4096, 512) == 1024 * KV_BYTES
+    assert budget_within(1536 * KV_BYTES, scoring, SPEC, SPEC, 4096) == 512
+    assert budget_within(1000 * KV_BYTES, scoring, SPEC, SPEC, 4096) == 0
+    # Every 4th round all tokens, in between 1024: 1792 a round, whose quarter is 448.
+    pooled = replace(scoring, refresh=4, pool=1024)
+    assert budget_within(960 * KV_BYTES, pooled, SPEC, SPEC, 4096) == 512
+    assert budget_within(1536 * KV_BYTES, replace(pooled, dense_layers=(0, 1, 2, 3)), SPEC, SPEC, 4096) == 0
 
 
 def test_time_bounds_the_search() -> None:
@@ -173,7 +185,8 @@ def test_a_whole_calibration_on_random_models() -> None:
     config = replace(tiny(), vocab_size=303)
     models = [random_model(replace(config, num_layers=n), seed=n) for n in (3, 2)]
     lines: list[str] = []
-    options = CalibrationOptions(context=240, documents=2, tokens=9, allowance=440, num_draft_tokens=2, seconds=3.0, prefill_chunk=64)
+    shape = {"context": 240, "documents": 2, "tokens": 9, "allowance": 440, "num_draft_tokens": 2, "prefill_chunk": 64}
+    options = CalibrationOptions(seconds=3.0, **shape)  # type: ignore[arg-type]
     profile = calibrate(backend, *models, Words(), options, lines.append)  # type: ignore[arg-type]
     assert profile.fits(models[0].spec, models[1].spec) and profile.fits(models[0].spec, None)
     assert profile.record["chosen"]["kl"] <= profile.record["heuristic"]["kl"]
