@@ -15,7 +15,7 @@ from dustin.cli_options import CONTEXT, debug_option
 from dustin.config_file import read_config, variable
 from dustin.errors import DustinError, RankError, UsageError
 from dustin.help_pages import Ordered
-from dustin.launch import as_rank, world_size
+from dustin.launch import as_rank, kind
 
 INTERRUPTED = 130
 
@@ -57,11 +57,11 @@ def run(args: list[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0, 1 (run time), 2 (usage), 130 (Ctrl-C)."""
     state: dict[str, Any] = {"debug": False, "args": args}
     try:
-        ranks = world_size()
+        ranks = kind()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if ranks > 1:
+    if ranks:
         return as_rank(lambda: _run(args, state), lambda: bool(state["debug"]))
     return _run(args, state)
 

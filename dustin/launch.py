@@ -1,4 +1,4 @@
-"""Several ranks of one command: started here (`--tensor-parallel N`) or by torchrun, which sets RANK and WORLD_SIZE."""
+"""Several ranks of one command: started here (`--tensor-parallel N`), by torchrun (RANK, WORLD_SIZE) or mlx.launch (MLX_RANK)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ def world_size() -> int:
 
 def rank() -> int:
     """The rank of this process."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("MLX_RANK" if kind() == "mlx" else "RANK", "0"))
+
+
+def kind() -> str | None:
+    """Whose ranks run: "torch", "mlx" (their number is known once they have joined), or None for a single process."""
+    if world_size() > 1:
+        return "torch"
+    return "mlx" if "MLX_RANK" in os.environ else None
 
 
 def tensor_parallel_option(command: Callable[..., object]) -> Callable[..., object]:
@@ -39,6 +46,8 @@ def tensor_parallel_option(command: Callable[..., object]) -> Callable[..., obje
         if ctx.resilient_parsing:
             return
         running = world_size()
+        if kind() == "mlx" and value > 1:
+            raise UsageError("--tensor-parallel starts ranks of torch, but mlx.launch has started ranks already: drop the option")
         if running > 1 and value not in (1, running):
             raise UsageError(f"--tensor-parallel is {value}, but {running} ranks are running: drop the option or start {value}")
         if running == 1 and value > 1:

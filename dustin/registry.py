@@ -10,7 +10,7 @@ from typing import cast
 
 from dustin.errors import UsageError
 from dustin.interfaces import Backend
-from dustin.launch import world_size
+from dustin.launch import kind
 
 BACKENDS = {
     "numpy": "dustin.backends.numpy_reference.backend",
@@ -23,8 +23,8 @@ _INSTALL = {
 }
 
 # What `create` gives where several ranks run: rank 0's backend.
-PARALLEL = "dustin.backends.torch_triton.parallel_run"
-_RANKS = "dustin.backends.torch_triton.ranks"
+PARALLEL = {"torch": "dustin.backends.torch_triton.parallel_run", "mlx": "dustin.backends.mlx_metal.parallel"}
+_RANKS = {"torch": "dustin.backends.torch_triton.ranks", "mlx": "dustin.backends.mlx_metal.ranks"}
 
 
 def choose() -> str:
@@ -34,16 +34,17 @@ def choose() -> str:
 
 
 def create(name: str = "auto", device: str = "auto") -> Backend:
-    """The backend `name` on `device`; `auto` is what `choose` says, torch for several ranks. Raise UsageError with the reason."""
+    """The backend `name` on `device`; `auto` is the ranks' own, else what `choose` says. Raise UsageError with the reason."""
     if name == "auto":
-        name = "torch" if world_size() > 1 else choose()
+        name = kind() or choose()
     if name not in BACKENDS:
         raise UsageError(f"backend is {name!r}, expected auto, {' or '.join(BACKENDS)}")
     path = BACKENDS[name]
-    if world_size() > 1:
-        if name != "torch":
-            raise UsageError(f"backend is {name!r}, expected torch: tensor parallelism runs on the torch backend")
-        path = PARALLEL
+    if started := kind():
+        if name != started:
+            starter = "mlx.launch" if started == "mlx" else "torchrun and --tensor-parallel"
+            raise UsageError(f"backend is {name!r}, expected {started}: {starter} split models over ranks of the {started} backend")
+        path = PARALLEL[started]
     try:
         module = importlib.import_module(path)
     except ImportError as error:
@@ -54,14 +55,14 @@ def create(name: str = "auto", device: str = "auto") -> Backend:
 
 def join_ranks() -> None:
     """Wait for the other ranks of this run. Raise RankError when they do not come."""
-    importlib.import_module(_RANKS).join()
+    importlib.import_module(_RANKS[kind() or "torch"]).join()
 
 
 def leave_ranks() -> None:
     """On rank 0: let the other ranks go."""
-    importlib.import_module(_RANKS).leave()
+    importlib.import_module(_RANKS[kind() or "torch"]).leave()
 
 
 def follow() -> None:
     """On another rank: mirror rank 0 until it lets go. Raise RankError naming the rank that failed first."""
-    importlib.import_module(PARALLEL).follow()
+    importlib.import_module(PARALLEL[kind() or "torch"]).follow()

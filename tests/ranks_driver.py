@@ -9,7 +9,7 @@ import sys
 import torch
 
 import dustin
-from dustin import registry
+from dustin import launch, registry
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 
 PROMPTS = ["the quick brown fox jumps over the lazy dog, and the quick brown fox jumps over it again. " * 2, "to be or not to be"]
@@ -51,14 +51,14 @@ def main() -> None:
         from dustin.backends.torch_triton.cuda_backend import CudaBackend
 
         registry.create = lambda *_: CudaBackend(torch.device("cpu"))  # type: ignore[assignment]
-    session = dustin.load(target, draft, dtype="float32", device="cpu", backend="torch")
+    session = dustin.load(target, draft, dtype="float32", device="cpu", backend=os.environ.get("DRIVER_BACKEND", "torch"))
     for name in names:
         sampling = SamplingOptions(temperature=1.0, seed=5) if name.endswith("sampled") else SamplingOptions()
         session.options = EngineOptions(**CASES[name.removesuffix("-sampled")])
         results = session.batch_generate(prompts, RequestOptions(max_tokens=tokens, ignore_eos=True, sampling=sampling))
         found[name] = [result.tokens for result in results]
     print(json.dumps(found), flush=True)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launch.kind():
         registry.leave_ranks()
 
 

@@ -87,13 +87,13 @@ class Parallel:
         with torch.inference_mode(), self.ranks.guard():
             return partial_scores(self.ranks, model.spec, score, model.local, cache.local, queries, values)
 
-    def score_pages(
+    def page_scores(
         self, queries: Mapping[int, torch.Tensor], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], page_size: int
     ) -> torch.Tensor:
-        """See Backend.score_pages. Raise UsageError for a split model."""
+        """See Backend.page_scores. Raise UsageError for a split model."""
         if isinstance(model, ParallelModel):
             raise UsageError("page bounds are not available with tensor parallelism: use --select dustin")
-        return super().score_pages(queries, tap, model, cache, lengths, page_size)  # type: ignore[misc]
+        return super().page_scores(queries, tap, model, cache, lengths, page_size)  # type: ignore[misc]
 
     def score_columns(self, cache: Any, lengths: Sequence[int]) -> int:
         """Width of the array that `score` gives: whole pages on a paged cache."""

@@ -27,11 +27,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write(folder / "target", seed=3, num_hidden_layers=3), write(folder / "draft", seed=4)
 
 
-def start(size: int, command: list[str], environment: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
-    """All ranks of a run, as torchrun would start them."""
+def free_port() -> str:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+        return str(probe.getsockname()[1])
+
+
+def start(size: int, command: list[str], environment: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    """All ranks of a run, as torchrun would start them."""
+    port = free_port()
     shared = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared |= {"PYTHONPATH": str(ROOT), "DUSTIN_TP_TIMEOUT": "60"} | (environment or {})
     return [
@@ -211,3 +216,17 @@ def test_cuda_models_of_two_ranks_give_the_tokens_of_one(ranks: list[subprocess.
     ranks += start(2, ["tests/ranks_driver.py", *map(str, folders), "sparse"], interpreted)
     ends = finish(ranks, 300)
     assert ends[0][0] == 0 and json.loads(ends[0][1]) == json.loads(one[1]), ends
+
+
+def test_two_mlx_ranks_give_the_tokens_of_one(models: tuple[Path, Path]) -> None:
+    """mlx.launch over the ring on loopback, mlx-lm's own shard."""
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    if not launcher.exists():
+        pytest.skip("mlx.launch is not installed")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DRIVER_BACKEND": "mlx"}
+    command = [sys.executable, str(ROOT / "tests" / "ranks_driver.py"), *map(str, models), *ALL[-3:], "ar"]
+    runs = (command, [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", free_port(), "--", *command])
+    one, two = (subprocess.run(run, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT) for run in runs)
+    assert one.returncode == two.returncode == 0, (one.stderr, two.stderr)
+    answers = [line for line in two.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == 1 and json.loads(answers[0]) == json.loads(one.stdout)

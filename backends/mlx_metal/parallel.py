@@ -1,0 +1,357 @@
+"""Tensor parallelism on mx.distributed, started by `mlx.launch`: mlx-lm's `shard` splits the target, rank 0 drives.
+
+Rank 0 alone runs the engine and tells the other ranks which model calls to mirror, so ranks cannot diverge. Heads are split
+over ranks: each scores with its own, and the scores are summed. A draft lives on rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dustin.backends.common.config import ModelConfig
+from dustin.backends.mlx_metal import backend as single
+from dustin.backends.mlx_metal import loading
+from dustin.backends.mlx_metal.backend import MlxBackend
+from dustin.backends.mlx_metal.model import MlxModel
+from dustin.backends.mlx_metal.ranks import Ranks, join, leave
+from dustin.errors import DustinError, ModelError, RankError, UsageError
+from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
+
+
+def create(device: str = "auto") -> MlxBackend:
+    """Rank 0's backend; on another rank this follows rank 0 to the end of the run, then ends the process."""
+    ranks = join()
+    if ranks.rank:
+        follow()
+        raise SystemExit(0)
+    ranks.order("open", {"device": device, "first": []})
+    made, problem = _attempt(lambda: single.create(device))
+    _raise_first(ranks.agree(problem))
+    return ParallelMlxBackend(ranks, made)
+
+
+def follow() -> None:
+    """On a rank other than 0: mirror rank 0's calls until it lets go. Raise RankError naming the rank that failed."""
+    ranks = join()
+    try:
+        _Follower(ranks).run()
+    except Exception as error:
+        raise RankError(f"rank {ranks.rank} failed: {type(error).__name__}: {error}") from error
+    leave()
+
+
+_numbers = iter(range(1, 1 << 62))
+
+
+class ParallelMlxCache:
+    """KVCache of interfaces.py on rank 0; changes of length travel with the next order."""
+
+    def __init__(self, mailbox: list[tuple[Any, ...]], number: int, local: Any, size: int) -> None:
+        self._mailbox, self.number, self.local, self._size = mailbox, number, local, size
+        self.capacity = local.capacity
+        self.num_bytes = local.num_bytes * size
+        weakref.finalize(self, mailbox.append, ("free", number))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each sequence."""
+        return self.local.lengths
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.local.batch
+
+    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
+        before = self.local.lengths
+        dropped = self.local.rollback(lengths)
+        if before != self.local.lengths:
+            self._mailbox.append(("rollback", self.number, self.local.lengths))
+        return dropped
+
+    def take(self, rows: Sequence[int], capacity: int | None = None) -> ParallelMlxCache:
+        """A new cache with copies of the given sequences, on every rank."""
+        local, number = self.local.take(rows, capacity), next(_numbers)
+        self._mailbox.append(("take", self.number, number, tuple(rows), capacity))
+        return ParallelMlxCache(self._mailbox, number, local, self._size)
+
+
+class ParallelMlxModel:
+    """Model of interfaces.py on rank 0: each call is told to the other ranks, then made on the own shard."""
+
+    def __init__(self, ranks: Ranks, mailbox: list[tuple[Any, ...]], number: int, local: MlxModel, spec: ModelSpec) -> None:
+        self.ranks, self.number, self.local, self.spec = ranks, number, local, spec
+        self.scale = local.scale
+        self._mailbox = mailbox
+
+    def order(self, what: str, values: dict[str, Any], arrays: Sequence[mx.array] = ()) -> None:
+        """Tell the other ranks, and what has waited before it."""
+        waiting, self._mailbox[:] = list(self._mailbox), []
+        self.ranks.order(what, values | {"model": self.number, "first": waiting}, arrays)
+
+    def limit_vocabulary(self, size: int) -> None:
+        """Logits have the first `size` entries from now on (the head is whole on rank 0)."""
+        self.local.limit_vocabulary(size)
+        self.spec = dataclasses.replace(self.spec, vocab_size=size)
+
+    def new_cache(self, batch: int, capacity: int) -> ParallelMlxCache:
+        """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
+        number = next(_numbers)
+        self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
+        local, problem = _attempt(lambda: self.local.new_cache(batch, capacity))
+        _raise_first(self.ranks.agree(problem))
+        return ParallelMlxCache(self._mailbox, number, local, self.ranks.size)
+
+    def forward(
+        self,
+        tokens: mx.array,
+        num_tokens: Sequence[int],
+        cache: ParallelMlxCache,
+        *,
+        token_set: TokenSet | None = None,
+        tap: Tap | None = None,
+        logits: str = "all",
+    ) -> ForwardResult:
+        """See Model.forward."""
+        layers = [] if token_set is None else sorted(token_set.by_layer)
+        sets = [] if token_set is None else [token_set, *(token_set.by_layer[i] for i in layers)]
+        values = {
+            "cache": cache.number,
+            "num_tokens": tuple(int(n) for n in num_tokens),
+            "dense_layers": None if token_set is None else tuple(token_set.dense_layers),
+            "layers": layers,
+            "tap": tap,
+            "logits": logits,
+        }
+        self.order("forward", values, [tokens, *(x for part in sets for x in (part.indices, part.counts))])
+        return _forward(self.ranks, self.spec, self.local, cache.local, tokens, token_set, values)
+
+
+class ParallelMlxBackend(MlxBackend):
+    """Rank 0's backend: `load` splits a target, `score` sums over ranks."""
+
+    def __init__(self, ranks: Ranks, made: MlxBackend) -> None:
+        super().__init__(made.device, made.gate)
+        self.ranks = ranks
+        self._mailbox: list[tuple[Any, ...]] = []
+
+    def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> Any:
+        """A target split over the ranks, or (role "draft") a whole model on rank 0. Raise ModelError, UsageError."""
+        if role == "draft":
+            return super().load(source, dtype=dtype)
+        number = next(_numbers)
+        self.ranks.order("load", {"model": number, "source": str(source), "dtype": dtype, "first": []})
+        local, spec = _load(self.ranks, self, Path(source), dtype)
+        return ParallelMlxModel(self.ranks, self._mailbox, number, local, spec)
+
+    def score(
+        self,
+        queries: Mapping[int, mx.array],
+        tap: Tap,
+        model: Any,
+        cache: Any,
+        lengths: Sequence[int],
+        within: TokenSet | None = None,
+    ) -> mx.array:
+        """[B, max(lengths)] fp32: see Backend.score. Raise UsageError on `within` for a split model."""
+        if not isinstance(model, ParallelMlxModel):
+            return super().score(queries, tap, model, cache, lengths, within)
+        if within is not None:
+            raise UsageError("scores within a set are not available with tensor parallelism: use --select dustin")
+        layers = sorted(queries)
+        values = {
+            "cache": cache.number,
+            "heads": {layer: tuple(tap.heads[layer]) for layer in layers},
+            "lengths": tuple(int(n) for n in lengths),
+        }
+        model.order("score", values, [queries[layer] for layer in layers])
+        return _score(self.ranks, model.spec, super().score, model.local, cache.local, queries, values)
+
+    def page_scores(
+        self, queries: Mapping[int, mx.array], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], page_size: int
+    ) -> mx.array:
+        """See Backend.page_scores. Raise UsageError for a split model."""
+        if isinstance(model, ParallelMlxModel):
+            raise UsageError("page bounds are not available with tensor parallelism: use --select dustin")
+        return super().page_scores(queries, tap, model, cache, lengths, page_size)
+
+
+def local_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The shapes of one of `size` ranks. Raise UsageError naming what they cannot share evenly."""
+    for what, count in (("query heads", config.num_heads), ("kv heads", config.num_kv_heads)):
+        if count % size:
+            fits = [str(n) for n in range(1, config.num_kv_heads + 1) if not (config.num_heads % n or config.num_kv_heads % n)]
+            raise UsageError(f"{size} ranks cannot share {count} {what} evenly: use {' or '.join(fits)} ranks")
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def _load(ranks: Ranks, backend: MlxBackend, source: Path, dtype: str) -> tuple[MlxModel, ModelSpec]:
+    """This rank's shard and the spec of the whole. Raise on every rank what any rank met."""
+
+    def read() -> tuple[MlxModel, ModelConfig]:
+        inner, config, name = loading.load(source, loading.choose_dtype(dtype))
+        shapes = local_config(config, ranks.size)
+        whole = MlxModel(inner, config, name, backend.gate).spec
+        inner.shard(ranks.group)
+        mx.eval(inner.parameters())
+        return MlxModel(inner, shapes, name, backend.gate), whole
+
+    found, problem = _attempt(read)
+    _raise_first(ranks.agree(problem))
+    local, spec = found
+    answers = ranks.agree((spec.fingerprint, spec.dtype, str(source)))
+    for rank, answer in enumerate(answers):
+        if answer[:2] != answers[0][:2]:
+            raise ModelError(
+                f"rank {rank} loaded another model than rank 0: {answer[2]} ({answer[1]}), expected {answers[0][2]} "
+                f"({answers[0][1]}): give every rank the same model"
+            )
+    return local, spec
+
+
+def _own_heads(heads: Mapping[int, tuple[int, ...]], rank: int, share: int) -> dict[int, tuple[int, ...]]:
+    """Of the tapped heads those of `rank`, by its own numbers."""
+    mine = {layer: tuple(head - rank * share for head in some if head // share == rank) for layer, some in heads.items()}
+    return {layer: some for layer, some in mine.items() if some}
+
+
+def _forward(
+    ranks: Ranks, spec: ModelSpec, local: MlxModel, cache: Any, tokens: mx.array, token_set: TokenSet | None, values: dict[str, Any]
+) -> ForwardResult:
+    """One rank's part of a forward; all ranks get the logits, and the queries of all tapped heads."""
+    tap: Tap | None = values["tap"]
+    share = spec.num_heads // ranks.size
+    own = None if tap is None else Tap(_own_heads(tap.heads, ranks.rank, share), tap.last_row_only)
+    out = local.forward(tokens, values["num_tokens"], cache, token_set=token_set, tap=own, logits=values["logits"])
+    mx.eval([x for x in (out.logits, *out.queries.values()) if x is not None])
+    if tap is None or not tap.heads:
+        return out
+    batch, rows = tokens.shape[0], 1 if tap.last_row_only else tokens.shape[1]
+    queries = {}
+    for layer, heads in sorted(tap.heads.items()):
+        most = max(sum(head // share == rank for head in heads) for rank in range(ranks.size))
+        held = out.queries.get(layer)
+        blank = mx.zeros((batch, rows, most, spec.head_dim), local.dtype)
+        mine = blank if held is None else mx.concatenate([held, blank[:, :, : most - held.shape[2]]], axis=2)
+        everyone = ranks.gather(mine)
+        seen = [0] * ranks.size
+        parts = []
+        for head in heads:
+            rank = head // share
+            parts.append(everyone[rank, :, :, seen[rank]])
+            seen[rank] += 1
+        queries[layer] = mx.stack(parts, axis=2)
+    return ForwardResult(out.logits, queries)
+
+
+def _score(
+    ranks: Ranks, spec: ModelSpec, score: Any, local: MlxModel, cache: Any, queries: Mapping[int, mx.array], values: dict[str, Any]
+) -> mx.array:
+    """[B, max(lengths)] fp32: the mean attention mass of each token, every rank's heads in it."""
+    heads: Mapping[int, tuple[int, ...]] = values["heads"]
+    share, lengths = spec.num_heads // ranks.size, values["lengths"]
+    own = _own_heads(heads, ranks.rank, share)
+    total = sum(q.shape[1] * q.shape[2] for q in queries.values())
+    outside = mx.arange(max(lengths))[None] >= mx.array(lengths)[:, None]
+    mass = mx.zeros(outside.shape, mx.float32)
+    if own:
+        places = {layer: [i for i, head in enumerate(heads[layer]) if head // share == ranks.rank] for layer in own}
+        mine = {layer: queries[layer][:, :, mx.array(at, mx.int32)] for layer, at in places.items()}
+        weight = sum(q.shape[1] * q.shape[2] for q in mine.values()) / total
+        mass = mx.where(outside, 0.0, score(mine, Tap(own), local, cache, lengths)[:, : max(lengths)] * weight)
+    return mx.where(outside, -mx.inf, ranks.sum(mass))
+
+
+class _Follower:
+    """A rank other than 0: does what rank 0 orders until it says `end`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._backend: MlxBackend | None = None
+        self._models: dict[int, tuple[MlxModel, ModelSpec]] = {}
+        self._caches: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Follow to the end."""
+        while True:
+            what, values, arrays = self._ranks.next_order()
+            for step in values["first"]:
+                self._change(*step)
+            if what == "end":
+                return
+            self._do(what, values, arrays)
+
+    def _change(self, what: str, number: int, *rest: Any) -> None:
+        if what == "rollback":
+            self._caches[number].rollback(rest[0])
+        elif what == "take":
+            self._caches[rest[0]] = self._caches[number].take(rest[1], rest[2])
+        else:
+            self._caches.pop(number, None)
+
+    def _do(self, what: str, values: dict[str, Any], arrays: list[mx.array]) -> None:
+        if what == "open":
+            self._backend, problem = _attempt(lambda: single.create(values["device"]))
+            self._ranks.agree(problem)
+            return
+        if self._backend is None:
+            raise RuntimeError("no backend was opened")
+        if what == "load":
+            try:
+                self._models[values["model"]] = _load(self._ranks, self._backend, Path(values["source"]), values["dtype"])
+            except DustinError:
+                # Rank 0 raises the same and decides how to go on.
+                return
+            return
+        local, spec = self._models[values["model"]]
+        if what == "new_cache":
+            cache, problem = _attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
+            if not any(self._ranks.agree(problem)):
+                self._caches[values["cache"]] = cache
+        elif what == "forward":
+            cache = self._caches[values["cache"]]
+            _forward(self._ranks, spec, local, cache, arrays[0], _set_from(values, arrays[1:]), values)
+        elif what == "score":
+            queries = dict(zip(sorted(values["heads"]), arrays, strict=True))
+            _score(self._ranks, spec, self._backend.score, local, self._caches[values["cache"]], queries, values)
+
+
+def _set_from(values: dict[str, Any], arrays: list[mx.array]) -> TokenSet | None:
+    """The token set that travelled with a forward."""
+    if values["dense_layers"] is None:
+        return None
+    pairs = [(arrays[i], arrays[i + 1]) for i in range(0, len(arrays), 2)]
+    by_layer = {layer: TokenSet(*pair) for layer, pair in zip(values["layers"], pairs[1:], strict=True)}
+    return TokenSet(*pairs[0], values["dense_layers"], by_layer)
+
+
+Problem = tuple[type[DustinError], str] | None
+
+
+def _attempt(action: Any) -> tuple[Any, Problem]:
+    """The result of an action, or the error that every rank should hear of."""
+    try:
+        return action(), None
+    except DustinError as error:
+        return None, (type(error), str(error)[:1500])
+    except (OSError, ValueError, RuntimeError) as error:
+        return None, (ModelError, f"{type(error).__name__}: {error}"[:1500])
+
+
+def _raise_first(problems: Sequence[Problem]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            kind, text = problem
+            raise kind(text if all(p == problem for p in problems) else f"rank {rank}: {text}")
