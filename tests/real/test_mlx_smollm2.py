@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 
 import pytest
 
@@ -16,14 +17,14 @@ if any(importlib.util.find_spec(module) is None for module in ("mlx", "mlx_lm", 
 pytestmark = pytest.mark.real
 
 QUESTIONS = ["What is the capital of France?", "Explain photosynthesis to a child.", "List three prime numbers above 20."]
-# Two fp32 forwards of this model differ by less than this in logits.
-NEAR_TIE = 1e-2
+# Two forwards of this model differ by less than this in logits; bf16 has steps of 0.125 where the best logits lie.
+NEAR_TIE = {"float32": 1e-2, "bfloat16": 0.25}
 
 
-@pytest.fixture(scope="module")
-def sessions() -> dict[str, Session]:
+@cache
+def load(dtype: str) -> dict[str, Session]:
     options = EngineOptions(mode="ar")
-    return {name: dustin.load(backend=name, device="cpu", dtype="float32", options=options) for name in ("mlx", "torch")}
+    return {name: dustin.load(backend=name, device="cpu", dtype=dtype, options=options) for name in ("mlx", "torch")}
 
 
 def gap(session: Session, tokens: list[int]) -> float:
@@ -43,11 +44,13 @@ def same_or_tied(mine: list[int], its: list[int], prompt: list[int], torch: Sess
         return
     found = gap(torch, prompt + its[:at])
     print(f"first divergence at token {at}: {mine[at]} and {its[at]}, top-2 gap {found:.5f}")
-    assert found < NEAR_TIE
+    assert found < NEAR_TIE[torch.target.spec.dtype]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_greedy_tokens_equal_torch(sessions: dict[str, Session], question: str) -> None:
+def test_greedy_tokens_equal_torch(question: str, dtype: str) -> None:
+    sessions = load(dtype)
     prompt = sessions["torch"].encode([{"role": "user", "content": question}])
     assert sessions["mlx"].encode([{"role": "user", "content": question}]) == prompt
     mine, its = (sessions[name].generate(prompt, RequestOptions(max_tokens=32)).tokens for name in ("mlx", "torch"))
@@ -57,8 +60,9 @@ def test_greedy_tokens_equal_torch(sessions: dict[str, Session], question: str) 
 @pytest.mark.parametrize(
     ("mode", "drafter"), [("dense", "self"), ("dense", "lookup"), ("exact", "none"), ("sparse", "lookup"), ("rectified", "lookup")]
 )
-def test_modes_equal_torch_over_a_document(sessions: dict[str, Session], mode: str, drafter: str) -> None:
-    """Lossless modes equal plain decoding too; the sparse ones choose by scores, where a near tie may choose another token."""
+def test_modes_equal_torch_over_a_document(mode: str, drafter: str) -> None:
+    """In fp32. The sparse modes choose by scores, where a near tie may choose another token."""
+    sessions = load("float32")
     options = EngineOptions(mode=mode, drafter=drafter, budget=96, rectify_interval=16)
     prompt = sessions["torch"].encode(" ".join(f"Item {i} costs {i * 7 % 31} pounds." for i in range(24)) + " Item 3 costs")
     request = RequestOptions(max_tokens=24, ignore_eos=True)
