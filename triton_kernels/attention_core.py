@@ -119,7 +119,9 @@ def store_rows(
     out, values, b, t, head, dims, keep, T, num_heads, D: tl.constexpr,
 ):  # fmt: skip
     """Write values [M, D] to out [B, T, Hq, D] where `keep` [M]."""
-    rows = ((b.to(tl.int64) * T + t) * num_heads + head) * D  # [M]
+    # One 64-bit base: the rows of a sequence span less than 2^31 elements.
+    out += b.to(tl.int64) * T * num_heads * D
+    rows = (t * num_heads + head) * D  # [M]
     tl.store(out + rows[:, None] + dims[None, :], values.to(out.dtype.element_ty), mask=keep[:, None] & (dims[None, :] < D))
 
 

@@ -66,7 +66,8 @@ def dense_verify_kernel(
         return
 
     valid = in_tile & (t < fed)
-    q_rows = b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
+    q += b.to(tl.int64) * stride_qb
+    q_rows = t * stride_qt + head * stride_qh
     in_head = dims < D
     q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
 

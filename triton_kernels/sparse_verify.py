@@ -88,7 +88,8 @@ def sparse_verify_kernel(
         return
 
     valid = in_tile & (t < fed)
-    q_rows = b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
+    q += b.to(tl.int64) * stride_qb
+    q_rows = t * stride_qt + head * stride_qh
     in_head = dims < D
     if AHEAD > 0:
         if begin + AHEAD > count:

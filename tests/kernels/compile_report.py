@@ -6,6 +6,7 @@ names the target, and every launch by a compilation, so it must not share a proc
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -83,7 +84,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         short = str(dtype).removeprefix("torch.")
         for batch, tokens, num_heads, num_kv_heads, dim in (
-            (16, 6, 64, 8, 128), (1, 6, 64, 8, 128), (16, 6, 28, 4, 128), (8, 1, 64, 8, 128), (8, 16, 14, 2, 64),
+            (16, 6, 64, 8, 128), (32, 6, 64, 8, 128), (8, 6, 64, 8, 128), (1, 6, 64, 8, 128), (16, 6, 28, 4, 128),
+            (32, 6, 28, 4, 128), (8, 1, 64, 8, 128), (8, 16, 14, 2, 64),
             (8, 32, 64, 8, 128), (8, 6, 16, 8, 256), (8, 32, 16, 4, 256), (8, 6, 32, 32, 96),
         ):  # fmt: skip
             if dtype != torch.bfloat16 and (batch, dim) != (16, 128):
@@ -96,7 +98,12 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"dense_verify {name}", lambda args=args: dense_verify(*args)
             if tokens <= 16:
                 chosen = ints(batch, 512)
+                given = {"slots": ints(batch, 512 + tokens), "slot_counts": one}
                 yield f"sparse_verify {name}", lambda args=args, c=chosen, o=one: sparse_verify(*args, c, o)
+                yield (
+                    f"sparse_verify settled {name}",
+                    lambda args=args, c=chosen, o=one, g=given: sparse_verify(*args, c, o, **g, settled=True),
+                )
             if (batch, tokens) == (16, 6):
                 capped = {"window": 4096, "softcap": 50.0}
                 yield f"dense_verify window softcap {name}", lambda args=args, o=capped: dense_verify(*args, **o)
@@ -136,6 +143,49 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "accept_sampled one-hot", lambda: accept_sampled(ints(2, 5), ints(2), None, p, u, u[:, 0].contiguous())
 
 
+def decode_launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The products of a decoding step at the shapes of a 0.5B and a 1.5B model, in the configurations that the model chooses."""
+    from dustin.backends.torch_triton.cuda_decode import choose_config
+    from dustin.triton_kernels.decode_linear import LinearScratch, Stream
+    from dustin.triton_kernels.head_argmax import head_argmax
+    from dustin.triton_kernels.linear_add import linear_add
+    from dustin.triton_kernels.norm_linear import norm_gate_up, norm_qkv
+    from dustin.triton_kernels.stream_rows import capture_heads, embed_rows, last_norm
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    scratch = LinearScratch(100_000, 10_000_000, 10_000, torch.device("cpu"))
+    for hidden, inner, num_heads, num_kv_heads, dim in ((896, 4864, 14, 2, 64), (1536, 8960, 12, 2, 128)):
+        for rows in (1, 8, 32, 64):
+            name = f"{hidden}/{inner} {rows} rows"
+            stream = Stream(half(rows, hidden), half(rows, hidden), scratch, 1)
+            norm, pool = half(hidden), half(4, 64, num_kv_heads, dim)
+            table, one = torch.ones(rows, 512, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+            angle = torch.zeros(128, dim // 2)
+            size = (num_heads + 2 * num_kv_heads) * dim
+            config = {p: choose_config(p, rows, hidden, dim // 2) for p in ("qkv", "gate_up")}
+            q = half(rows, 1, num_heads, dim)
+
+            def qkv(s=stream, c=config["qkv"], w=half(size, hidden), b=half(size), p=(pool, pool, table, one, one, angle, angle)):
+                norm_qkv(s, w, b, *p, eps=1e-6, config=c)
+
+            yield f"norm_qkv {name}", qkv
+            yield f"norm_gate_up {name}", lambda s=stream, c=config["gate_up"], w=half(2 * inner, hidden): norm_gate_up(
+                s, w, eps=1e-6, config=c
+            )
+            for product, depth in (("output", num_heads * dim), ("down", inner)):
+                chosen = choose_config(product, rows, depth, dim // 2)
+                yield f"linear_add {product} {name}", lambda s=stream, c=chosen, x=half(rows, depth), w=half(hidden, depth), n=norm: (
+                    linear_add(x, w, None, s, n, config=c)
+                )
+            yield f"head_argmax {name}", lambda s=stream, w=half(1000, hidden): head_argmax(s.scaled, w, vocabulary=999)
+            tokens = torch.zeros(rows, 1, dtype=torch.int64)
+            yield f"embed_rows {name}", lambda t=tokens, w=half(1000, hidden), n=norm: embed_rows(t, w, n, scratch)
+            yield f"last_norm {name}", lambda s=stream, o=one, n=norm: last_norm(s.residual, o, n, 1e-6)
+            yield f"capture_heads {name}", lambda q=q, o=one: capture_heads(q, torch.zeros(4, dtype=torch.int64), o, True)
+
+
 def main() -> None:
     """Compile what matches the first argument (all by default)."""
     import tempfile
@@ -154,7 +204,7 @@ def main() -> None:
     JITFunction.run = compile_only
     seen = set()
     with tempfile.TemporaryDirectory() as folder:
-        for name, launch in launches():
+        for name, launch in itertools.chain(launches(), decode_launches()):
             if wanted not in name:
                 continue
             compiled.clear()
