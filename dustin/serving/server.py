@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import socket
@@ -42,6 +43,8 @@ class HttpServer(uvicorn.Server):
             self.should_exit = True
         else:
             self.scheduler.abandon()
+            # What is cut now is cut on purpose: no tracebacks of cancelled tasks.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -171,3 +171,10 @@ def test_what_a_prompt_has_in_common_with_the_last_one_is_not_read_again() -> No
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 140
         assert again["choices"][0]["text"] == cycle(4)
         assert server.metrics()["dustin_prompt_tokens_cached_total"] == 140
+
+
+def test_several_choices_read_their_prompt_once() -> None:
+    with running(toy_session(), slots=4) as server:
+        answer = server.complete("A prompt of some length, read once for all of them", n=4, max_tokens=5).json()
+        assert [choice["text"] for choice in answer["choices"]] == [cycle(5)] * 4
+        assert server.metrics()["dustin_prompt_tokens_cached_total"] == 3 * (answer["usage"]["prompt_tokens"] - 1)
