@@ -9,6 +9,7 @@ from pathlib import Path
 from dustin.config import MODES
 from dustin.conversation import Conversation
 from dustin.errors import UsageError
+from dustin.models import user_path
 from dustin.terminal import note, read_file
 
 MODE_NOTES = {
@@ -114,7 +115,7 @@ def _path(command: str, rest: str) -> Path:
     text = rest[1:-1] if len(rest) > 1 and rest[0] == rest[-1] and rest[0] in "'\"" else rest
     if not text:
         raise UsageError(f"{command} needs a PATH")
-    return Path(text).expanduser()
+    return user_path(text)
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from dustin.chat_commands import COMMANDS
 from dustin.config import MODES
 from dustin.errors import DustinError, UsageError
+from dustin.models import user_path
 from dustin.terminal import decode_text
 
 # Longer messages (pasted documents) are not kept in the history.
@@ -45,10 +46,10 @@ class PipeReader:
 def history_path() -> Path:
     """The file of earlier messages."""
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "dustin" / "chat_history"
+        return user_path("~") / "Library" / "Application Support" / "dustin" / "chat_history"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "dustin" / "chat_history"
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "dustin" / "chat_history"
+        return Path(os.environ.get("LOCALAPPDATA", str(user_path("~")))) / "dustin" / "chat_history"
+    return Path(os.environ.get("XDG_STATE_HOME") or user_path("~") / ".local" / "state") / "dustin" / "chat_history"
 
 
 class TerminalReader:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from dustin.errors import UsageError
+from dustin.models import user_path
 
 LOCAL = Path("dustin.toml")
 # Variables of ours that are no option of a command.
@@ -23,10 +24,10 @@ OTHER_VARIABLES = ("DUSTIN_CACHE", "DUSTIN_CONFIG", "DUSTIN_LAUNCHED", "DUSTIN_M
 def config_path() -> Path:
     """Where the user's configuration file lies."""
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "dustin" / "config.toml"
+        return user_path("~") / "Library" / "Application Support" / "dustin" / "config.toml"
     if sys.platform == "win32":
-        return Path(os.environ.get("APPDATA", str(Path.home()))) / "dustin" / "config.toml"
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dustin" / "config.toml"
+        return Path(os.environ.get("APPDATA", str(user_path("~")))) / "dustin" / "config.toml"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or user_path("~") / ".config") / "dustin" / "config.toml"
 
 
 def files(explicit: Path | None) -> list[Path]:

@@ -122,8 +122,8 @@ class Conversation:
         }
         try:
             path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL, text with lone surrogates
+            raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
     def load(self, path: Path) -> str:
         """Replace this conversation by a saved one; returns the name of the model it was held with."""

@@ -71,16 +71,21 @@ KNOWN = {
 }
 
 
+def user_path(text: str) -> Path:
+    """A path as a user writes it: `~` is the home folder where there is one, and stays as it is where there is none."""
+    return Path(os.path.expanduser(text))
+
+
 def cache_dir() -> Path:
     """Where fetched models are kept: DUSTIN_CACHE, else the platform's user cache."""
     chosen = os.environ.get("DUSTIN_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
+        return user_path(chosen)
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "dustin"
+        return user_path("~") / "Library" / "Caches" / "dustin"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "dustin" / "cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dustin"
+        return Path(os.environ.get("LOCALAPPDATA", str(user_path("~") / "AppData" / "Local"))) / "dustin" / "cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "dustin"
 
 
 def known(name: str) -> KnownModel | None:
@@ -94,7 +99,7 @@ def resolve(name: str | Path) -> Path:
     from dustin import fetch
 
     text = str(name)
-    path = Path(text).expanduser()
+    path = user_path(text)
     if path.exists():
         return _local(path)
     model = known(text)

@@ -12,7 +12,7 @@ from typing import Any
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
 from dustin.interfaces import ModelSpec, Tap
-from dustin.models import cache_dir
+from dustin.models import cache_dir, user_path
 from dustin.scoring import Scoring, heuristic
 
 VERSION = 1
@@ -116,7 +116,7 @@ def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | Non
     if options.profile == "none":
         return heuristic(target, draft)
     if options.profile != "auto":
-        scoring = read(Path(options.profile).expanduser()).scoring
+        scoring = read(user_path(options.profile)).scoring
     else:
         fitting = next((profile.scoring for profile in known() if profile.fits(target, draft)), None)
         if fitting is None:

@@ -6,10 +6,10 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TextIO
 
 from dustin.errors import UsageError
+from dustin.models import user_path
 
 
 def note(message: str) -> None:
@@ -44,9 +44,9 @@ def read_file(name: str) -> str:
     if name == "-":
         return decode_text(sys.stdin.buffer.read(), "stdin")
     try:
-        raw = Path(name).expanduser().read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror}") from error
+        raw = user_path(name).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
     return decode_text(raw, name)
 
 

@@ -85,7 +85,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of `text`; with `add_special_tokens` also those the model begins a text with (BOS)."""
-        return list(self.core.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self.core.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            # Python keeps bytes that are not UTF-8 as lone surrogates, which have no tokens.
+            at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+            if at is None:
+                raise
+            raise UsageError(f"the text is not UTF-8: lone surrogate {ascii(text[at])} at character {at}") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `tokens`."""

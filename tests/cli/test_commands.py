@@ -295,3 +295,10 @@ def test_no_answer_can_steer_a_terminal() -> None:
             return True
 
     assert printable("a\tb\n\x1b[2J\x07\x7f\x9b caf\u00e9", Screen()) == "a\tb\n^[[2J^G^?\\x9b caf\u00e9"  # type: ignore[arg-type]
+
+
+def test_a_user_that_does_not_exist_and_no_home(environment: dict[str, str], model: Path) -> None:
+    fails(dustin(environment, "generate", "-m", "~nobody-here/model", "hi"), 1, "no such file or folder")
+    fails(dustin(environment, "generate", "-m", model, "-f", "~nobody-here/text", "hi"), 2, "No such file")
+    homeless = {name: value for name, value in environment.items() if not name.startswith(("HOME", "XDG"))}
+    assert dustin(homeless, "config").returncode == 0

@@ -194,3 +194,12 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot read"):
         Tokenizer.load(tmp_path)
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    from dustin.errors import UsageError
+    from dustin.text import Tokenizer
+    from tests.tiny_model import byte_tokenizer
+
+    with pytest.raises(UsageError, match=r"lone surrogate '\\udc80' at character 2"):
+        Tokenizer(byte_tokenizer()).encode("ab\udc80")
