@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -165,25 +166,22 @@ def decode_launches() -> Iterator[tuple[str, Callable[[], object]]]:
             angle = torch.zeros(128, dim // 2)
             size = (num_heads + 2 * num_kv_heads) * dim
             config = {p: choose_config(p, rows, hidden, dim // 2) for p in ("qkv", "gate_up")}
-            q = half(rows, 1, num_heads, dim)
-
-            def qkv(s=stream, c=config["qkv"], w=half(size, hidden), b=half(size), p=(pool, pool, table, one, one, angle, angle)):
-                norm_qkv(s, w, b, *p, eps=1e-6, config=c)
-
-            yield f"norm_qkv {name}", qkv
-            yield f"norm_gate_up {name}", lambda s=stream, c=config["gate_up"], w=half(2 * inner, hidden): norm_gate_up(
-                s, w, eps=1e-6, config=c
-            )
+            paging = (pool, pool, table, one, one, angle, angle)
+            weights = (half(size, hidden), half(size))
+            yield f"norm_qkv {name}", partial(norm_qkv, stream, *weights, *paging, eps=1e-6, config=config["qkv"])
+            up = half(2 * inner, hidden)
+            yield f"norm_gate_up {name}", partial(norm_gate_up, stream, up, eps=1e-6, config=config["gate_up"])
             for product, depth in (("output", num_heads * dim), ("down", inner)):
                 chosen = choose_config(product, rows, depth, dim // 2)
-                yield f"linear_add {product} {name}", lambda s=stream, c=chosen, x=half(rows, depth), w=half(hidden, depth), n=norm: (
-                    linear_add(x, w, None, s, n, config=c)
-                )
-            yield f"head_argmax {name}", lambda s=stream, w=half(1000, hidden): head_argmax(s.scaled, w, vocabulary=999)
+                down = half(rows, depth), half(hidden, depth)
+                yield f"linear_add {product} {name}", partial(linear_add, *down, None, stream, norm, config=chosen)
+            head = half(1000, hidden)
+            yield f"head_argmax {name}", partial(head_argmax, stream.scaled, head, vocabulary=999)
             tokens = torch.zeros(rows, 1, dtype=torch.int64)
-            yield f"embed_rows {name}", lambda t=tokens, w=half(1000, hidden), n=norm: embed_rows(t, w, n, scratch)
-            yield f"last_norm {name}", lambda s=stream, o=one, n=norm: last_norm(s.residual, o, n, 1e-6)
-            yield f"capture_heads {name}", lambda q=q, o=one: capture_heads(q, torch.zeros(4, dtype=torch.int64), o, True)
+            yield f"embed_rows {name}", partial(embed_rows, tokens, head, norm, scratch)
+            yield f"last_norm {name}", partial(last_norm, stream.residual, one, norm, 1e-6)
+            q = half(rows, 1, num_heads, dim)
+            yield f"capture_heads {name}", partial(capture_heads, q, torch.zeros(4, dtype=torch.int64), one, True)
 
 
 def main() -> None:
