@@ -252,6 +252,8 @@ def calibrate(
 ) -> Profile:
     """The profile of a pair, measured here. Raise UsageError where the context does not fit the models."""
     began = time.perf_counter()
+    if lacking := [name for name in ("compare_logits", "set_mass", "narrow_queries") if not hasattr(backend, name)]:
+        raise UsageError(f"backend {backend.name!r} cannot calibrate, it lacks {', '.join(lacking)}: use --backend torch")
     longest = min([target.spec.context_length, *([draft.spec.context_length] if draft else [])])
     if options.context + options.tokens + 8 > longest:
         raise UsageError(f"context is {options.context} tokens and {options.tokens} more, expected at most {longest} in all")

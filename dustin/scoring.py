@@ -38,9 +38,10 @@ class Scoring:
 
     def describe(self, with_draft: bool = True) -> str:
         """One line for statistics: where it comes from and which heads score."""
-        parts = [f"target {heads_text(self.target)}"]
+        say = layers_text if self.source == "heuristic" else heads_text
+        parts = [f"target {say(self.target)}"]
         if with_draft and self.draft.heads:
-            parts.append(f"draft {heads_text(self.draft)}")
+            parts.append(f"draft {say(self.draft)}")
         if self.refresh > 1:
             parts.append(f"all tokens every {self.refresh} rounds, a pool in between")
         if self.dense_layers:
@@ -89,12 +90,25 @@ def budget_within(allowed: int, scoring: Scoring, target: ModelSpec, draft: Mode
     return 0
 
 
+def layers_text(tap: Tap) -> str:
+    """`layers 18, 21 (all heads)`."""
+    return "layers " + ", ".join(str(layer) for layer in tap.heads) + " (all heads)"
+
+
 def heads_text(tap: Tap) -> str:
-    """`layers 18, 21 (all heads)` or `layers 18 (heads 1, 4)`."""
-    if all(heads == tuple(range(len(heads))) for heads in tap.heads.values()) and len({len(h) for h in tap.heads.values()}) <= 1:
-        return "layers " + ", ".join(str(layer) for layer in tap.heads) + " (all heads)"
-    parts = (f"{layer} (heads {', '.join(str(head) for head in heads)})" for layer, heads in tap.heads.items())
-    return "layers " + ", ".join(parts)
+    """`layers 18 (heads 0-5), 21 (heads 1, 4)`."""
+    return "layers " + ", ".join(f"{layer} (heads {_ranges(heads)})" for layer, heads in tap.heads.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-5, 8` for 0, 1, 2, 3, 4, 5, 8."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def all_heads(spec: ModelSpec, layers: Sequence[int]) -> Tap:

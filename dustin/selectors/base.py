@@ -64,7 +64,7 @@ class BaseSelector:
         )
 
     def _target_scores(self, context: SelectionContext, within: TokenSet | None = None, pool: int | None = None) -> Array | None:
-        if context.history is None or context.history_tap is None:
+        if not context.history or context.history_tap is None:
             return None
         read = sum(context.lengths) if pool is None else sum(min(n, pool) for n in context.lengths)
         self.cost.target_bytes += ReadBytes(context.target.spec).scoring(context.history_tap, read)
@@ -74,7 +74,7 @@ class BaseSelector:
 
     def _draft_scores(self, context: SelectionContext, within: TokenSet | None = None, pool: int | None = None) -> Array | None:
         tap, draft, cache = context.lookahead_tap, context.draft, context.draft_cache
-        if context.lookahead is None or tap is None or draft is None or cache is None:
+        if not context.lookahead or tap is None or draft is None or cache is None:
             return None
         read = sum(context.lengths) if pool is None else sum(min(n, pool) for n in context.lengths)
         self.cost.draft_bytes += ReadBytes(draft.spec).scoring(tap, read)

@@ -66,7 +66,7 @@ class QuotaSelector(BaseSelector):
 
     def _history_scores(self, context: SelectionContext, within: TokenSet | None, size: int | None) -> Array | None:
         # A lookahead-only selector without lookahead (first lagged round, or no draft model) falls back on history.
-        if not self.needs_history and (context.lookahead is not None or not self.needs_lookahead):
+        if not self.needs_history and (context.lookahead or not self.needs_lookahead):
             return None
         fresh = self._target_scores(context, within, size)
         decay = self._scoring.history_decay

@@ -215,7 +215,7 @@ def test_a_profile_is_found_by_fingerprint_and_named(tmp_path: Path, monkeypatch
     profile_file.write(profile, profile_file.default_path(profile))
     fresh = Session(backend, target(), None, session.options, draft())
     said = fresh.generate(prompt, RequestOptions(max_tokens=4)).stats.scoring
-    assert said == "profile test, target layers 1 (all heads); draft layers 0 (heads 1, 3); dense layers 2"
+    assert said == "profile test, target layers 1 (heads 0-3); draft layers 0 (heads 1, 3); dense layers 2"
     off = replace(session.options, profile="none")
     assert scoring_of(off, target().spec, draft().spec) == heuristic(target().spec, draft().spec)
     assert scoring_of(session.options, target().spec, None).draft == Tap({})
