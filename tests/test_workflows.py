@@ -22,7 +22,7 @@ WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 RUNNERS = {"ubuntu-latest", "ubuntu-24.04", "macos-15", "macos-14"}
 TOP = {"name", "on", True, "jobs", "permissions", "env", "concurrency"}
 STEP = {"name", "uses", "with", "run", "if", "env", "id", "working-directory"}
-SHELL = {"if", "then", "else", "fi", "echo", "!"}
+SHELL = {"if", "then", "else", "fi", "echo", "!", "sudo"}
 
 
 def problems(text: str) -> list[str]:
