@@ -17,7 +17,7 @@ from typing import Any
 import click
 import torch
 
-from bench import decode_acceptance, decode_regimes
+from bench import decode_acceptance, decode_checks, decode_regimes
 from bench import rows as result_rows
 from bench.decode_acceptance import Acceptance, histogram, rounds_of
 from bench.decode_peers import transformers_rate
@@ -68,6 +68,8 @@ class DecodeBench:
         self.results: list[dict[str, Any]] = []
         self.baseline: dict[tuple[int, int], float] = {}
         self.capture_seconds = 0.0
+        # Mode or "draft" -> relative RMS, see decode_checks.
+        self.errors: dict[str, float | None] = {}
 
     def sides(self, batch: int) -> tuple[Side, Side]:
         """Target and draft with caches of `batch` rows."""
@@ -114,7 +116,9 @@ class DecodeBench:
             "tokens_per_second_per_sequence": round(rate / batch, 2),
             "baseline": "our dense autoregressive decoding with CUDA graphs",
             "acceptance": self.acceptance.label if "acceptance_length" in more else None,
-            "relative_rms": None,
+            "relative_rms": self.errors.get(mode.split(" ")[0]),
+            "relative_rms_of": "the target's attention, against float32",
+            "draft_logits_relative_rms": self.errors.get("draft") if "acceptance_length" in more else None,
             "ratio": round(rate / self.baseline[cell], 3) if cell in self.baseline else None,
             **more,
             "command": os.environ.get("BENCH_COMMAND") or result_rows.command(),
@@ -148,6 +152,7 @@ class DecodeBench:
     def plain(self, batch: int, steps: int = 24) -> None:
         """The baseline."""
         state = self.rounds(batch, False, False)
+        self.errors["ar"] = self.errors["dense"] = decode_checks.attention_rms(state)
         step = self.capture(state.plain_step)
         state.reset()
         seconds = self._loop(step, state, steps)[0]
@@ -168,6 +173,10 @@ class DecodeBench:
     def speculative(self, batch: int, mode: str, sparse: bool, sparse_draft: bool, count: int = 40) -> None:
         """Rounds of one variant, and where a round's time goes."""
         state = self.rounds(batch, sparse, sparse_draft)
+        if sparse:
+            error = decode_checks.attention_rms(state)
+            self.errors.update(sparse=error, rectified=error, exact=error)
+        self.errors["draft"] = decode_checks.fused_rms(state.draft, batch, self.context)
         whole = self.capture(state.whole)
         state.reset()
         seconds, tokens = self._loop(whole, state, count)
@@ -348,7 +357,7 @@ def main(
                 gc.collect()
             result_rows.write(output, earlier + bench.results)
         for batch in (int(b) for b in profile.split(",") if b):
-            show_profile(bench, batch)
+            decode_checks.show_profile(bench, batch)
         for length, batch in cells:
             decode_regimes.measure(bench, length, batch)
             result_rows.write(output, earlier + bench.results)
@@ -372,20 +381,6 @@ def main(
         if not baseline:
             click.echo("no ar rows: ratios are missing", err=True)
     result_rows.write(output, earlier + results)
-
-
-def show_profile(bench: DecodeBench, batch: int) -> None:
-    """Kernels of a round with both sides sparse, by device time."""
-    state = bench.rounds(batch, True, True)
-    graph = bench.capture(state.whole)
-    state.reset()
-    graph()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(3):
-            graph()
-        torch.cuda.synchronize()
-    table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=60)
-    click.echo(f"B={batch}\n{table}", err=True)
 
 
 if __name__ == "__main__":
