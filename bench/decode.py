@@ -116,7 +116,7 @@ class DecodeBench:
             "tokens_per_second_per_sequence": round(rate / batch, 2),
             "baseline": "our dense autoregressive decoding with CUDA graphs",
             "acceptance": self.acceptance.label if "acceptance_length" in more else None,
-            "relative_rms": self.errors.get(mode.split(" ")[0]),
+            "relative_rms": self.errors.get(mode.split(" ")[0].strip(",")),
             "relative_rms_of": "the target's attention, against float32",
             "draft_logits_relative_rms": self.errors.get("draft") if "acceptance_length" in more else None,
             "ratio": round(rate / self.baseline[cell], 3) if cell in self.baseline else None,
