@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from dustin.backends.mlx_metal.cache import MlxCache
+from dustin.backends.mlx_metal.sets import checked, facts_of, set_of_layer
 from dustin.interfaces import TokenSet
 from dustin.metal_kernels.append_kv import append_kv
 from dustin.metal_kernels.attention import verify_attention
@@ -44,41 +44,6 @@ def connect(model: Any) -> None:
 def may_use_kernels(gate: Gate) -> bool:
     """Whether custom Metal kernels can run at all here: there is Metal, or the caller forces them."""
     return gate.mode == "kernel" or (gate.mode == "auto" and gate.chip is not None)
-
-
-@dataclass
-class HostSet(TokenSet):
-    """A TokenSet that knows on the host what it holds: row b has `host_counts[b]` tokens (None: unknown), all below `bounds[b]`."""
-
-    host_counts: tuple[int | None, ...] = ()
-    bounds: tuple[int, ...] = ()
-
-
-def set_of_layer(token_set: TokenSet | None, layer: int) -> TokenSet | None:
-    """The set that `layer` reads: its own in `by_layer`, none (dense) in `dense_layers`, else the shared one."""
-    if token_set is None or layer in token_set.by_layer:
-        return None if token_set is None else token_set.by_layer[layer]
-    return None if layer in token_set.dense_layers else token_set
-
-
-def checked(token_set: TokenSet | None, lengths: Sequence[int]) -> TokenSet | None:
-    """The set with host counts. One from elsewhere is read once. Raise ValueError where it does not fit the lengths."""
-    if token_set is None:
-        return None
-    by_layer = {layer: checked(part, lengths) for layer, part in token_set.by_layer.items()}
-    if isinstance(token_set, HostSet) and all(isinstance(part, HostSet) for part in token_set.by_layer.values()):
-        return token_set
-    rows, counts = token_set.indices.tolist(), token_set.counts.tolist()
-    if len(rows) != len(lengths):
-        raise ValueError(f"token_set has {len(rows)} rows, expected {len(lengths)}")
-    for b, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
-        if not 0 <= count <= min(len(row), length):
-            raise ValueError(f"token_set.counts[{b}] is {count}, expected 0 to {min(len(row), length)}")
-        chosen = row[:count]
-        if chosen and (chosen[0] < 0 or chosen[-1] >= length or any(x >= y for x, y in zip(chosen, chosen[1:], strict=False))):
-            raise ValueError(f"token_set.indices[{b}] are not ascending within 0..{length - 1}")
-    indices, sizes = token_set.indices.astype(mx.int32), token_set.counts.astype(mx.int32)
-    return HostSet(indices, sizes, token_set.dense_layers, by_layer, tuple(counts), tuple(lengths))  # type: ignore[arg-type]
 
 
 class Forward:
@@ -173,7 +138,8 @@ class Forward:
         return verify_attention(q, k, v, starts, counts, scale, *extra, gate=self.gate, plans=plans)[0]
 
     def _all_of(self, chosen: TokenSet, b: int) -> bool:
-        return isinstance(chosen, HostSet) and chosen.host_counts[b] == self.lengths[b]
+        facts = facts_of(chosen)
+        return facts is not None and facts.counts[b] == self.lengths[b]
 
     def _long_row(self, q: mx.array, b: int, layer: int, chosen: TokenSet | None, scale: float) -> mx.array:
         """One sequence of many rows, q [1, T, Hq, D]: stock attention over exactly its keys."""

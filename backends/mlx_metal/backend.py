@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dustin.backends.mlx_metal import loading, ops, sampling, set_ops
+from dustin.backends.mlx_metal import loading, ops, sampling, set_ops, sets
 from dustin.backends.mlx_metal.cache import MlxCache
 from dustin.backends.mlx_metal.model import MlxModel
 from dustin.errors import ModelError, UsageError
@@ -190,12 +190,12 @@ class MlxBackend:
         return ops.select(target_scores, draft_scores, lengths, *quota, self.gate)
 
     def extend(self, token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> TokenSet:
-        """Entries below min(starts[b], stops[b]) stay, starts[b]..stops[b]-1 join: see ops.extend."""
-        return ops.extend(token_set, starts, stops)
+        """Entries below min(starts[b], stops[b]) stay, starts[b]..stops[b]-1 join: see sets.extend."""
+        return sets.extend(token_set, starts, stops)
 
     def replace_set_rows(self, old: TokenSet, new: TokenSet, rows: Sequence[bool]) -> TokenSet:
         """Row b from `new` where rows[b], else from `old`; padded to the wider of the two."""
-        return ops.replace_set_rows(old, new, rows)
+        return sets.replace_set_rows(old, new, rows)
 
     def probabilities(
         self, logits: mx.array, warp: WarpBatch, context: Sequence[Sequence[int]] | None, inflight: mx.array | None

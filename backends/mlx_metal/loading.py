@@ -140,9 +140,8 @@ def _from_folder(config: ModelConfig, raw: dict[str, Any], source: Path) -> Any:
     from mlx_lm.utils import load_model
 
     files = weight_files(source)
-    unseen = [path.name for path in files if not path.name.startswith("model")]
-    if unseen:
-        raise ModelError(f"{source / unseen[0]}: mlx-lm reads files named model*.safetensors alone; rename it")
+    if not any(path.name.startswith("model") for path in files):
+        raise ModelError(f"{files[0]}: mlx-lm reads files named model*.safetensors alone; rename it")
     try:
         return load_model(source, lazy=True, model_config=arguments(config, raw))[0]
     except (ValueError, RuntimeError, KeyError, TypeError) as error:

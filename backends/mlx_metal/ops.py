@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from dustin.backends.common.checks import check_lengths
-from dustin.backends.mlx_metal.attention import HostSet
 from dustin.backends.mlx_metal.cache import MlxCache
+from dustin.backends.mlx_metal.sets import remember
 from dustin.interfaces import Tap, TokenSet
 from dustin.metal_kernels import fallback
 from dustin.metal_kernels.gate import Gate, bucket
@@ -95,7 +95,7 @@ def select(
     num_recent_tokens: int,
     num_draft_selected: int,
     gate: Gate,
-) -> HostSet:
+) -> TokenSet:
     """The quota rule (Backend.select). Raise ValueError on negative counts or a budget below the protected tokens."""
     if min(budget, num_sink_tokens, num_recent_tokens, num_draft_selected, *lengths) < 0:
         raise ValueError("budget, num_sink_tokens, num_recent_tokens, num_draft_selected, lengths: expected 0 or more each")
@@ -105,7 +105,7 @@ def select(
     ends = mx.array(list(lengths), mx.int32)
     width = max(counts)
     if not width:
-        return HostSet(mx.zeros((len(lengths), 1), mx.int32), ends, host_counts=counts, bounds=tuple(lengths))
+        return remember(TokenSet(mx.zeros((len(lengths), 1), mx.int32), ends), counts, lengths)
     if all(n <= budget for n in lengths):
         indices = mx.minimum(mx.arange(width, dtype=mx.int32)[None], mx.maximum(ends[:, None] - 1, 0))
     else:
@@ -113,7 +113,7 @@ def select(
         scores = [None if s is None else fit(s, max(lengths), -mx.inf) for s in (target_scores, draft_scores)]
         quota = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
         indices = _indices(*scores, ends, quota | {"budget": budget, "num_draft_selected": num_draft_selected}, gate)
-    return HostSet(indices[:, :width], mx.array(list(counts), mx.int32), host_counts=counts, bounds=tuple(lengths))
+    return remember(TokenSet(indices[:, :width], mx.array(list(counts), mx.int32)), counts, lengths)
 
 
 def _indices(target: mx.array | None, draft: mx.array | None, ends: mx.array, quota: dict[str, int], gate: Gate) -> mx.array:
@@ -130,48 +130,3 @@ def fit(x: mx.array, width: int, blank: float) -> mx.array:
     """[B, width] of x [B, any], cut or filled up with `blank`."""
     x = x[:, :width]
     return x if x.shape[1] == width else mx.pad(x, [(0, 0), (0, width - x.shape[1])], constant_values=blank)
-
-
-def extend(token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> HostSet | TokenSet:
-    """A new set: row b keeps entries below min(starts[b], stops[b]) and gains starts[b]..stops[b]-1; the same by layer."""
-    batch, width = token_set.indices.shape
-    if len(starts) != len(stops) or len(starts) != batch:
-        raise ValueError(f"{len(starts)} starts and {len(stops)} stops, expected {batch} of each")
-    # indices [B, k]: the kept ones are a prefix because they ascend.
-    start, stop = (mx.array(list(x), mx.int32)[:, None] for x in (starts, stops))
-    at = mx.arange(width)[None]
-    kept = ((at < token_set.counts[:, None]) & (token_set.indices < mx.minimum(start, stop))).sum(axis=1, keepdims=True)
-    kept = kept.astype(mx.int32)
-    grown = [max(0, b - a) for a, b in zip(starts, stops, strict=True)]
-    at = mx.arange(width + max(grown), dtype=mx.int32)[None]
-    old = mx.pad(token_set.indices, [(0, 0), (0, max(grown))])
-    indices = mx.where(at < kept, old, start + at - kept).astype(mx.int32)
-    counts = kept[:, 0] + mx.array(grown, mx.int32)
-    by_layer = {layer: extend(part, starts, stops) for layer, part in token_set.by_layer.items()}
-    if not isinstance(token_set, HostSet):
-        return TokenSet(indices, counts, token_set.dense_layers, by_layer)
-    known = []
-    for count, bound, a, b in zip(token_set.host_counts, token_set.bounds, starts, stops, strict=True):
-        # Known where nothing is cut off, or where the set is everything below its bound.
-        kept_count = None if count is None else count if min(a, b) >= bound else min(a, b) if count == bound else None
-        known.append(None if kept_count is None else kept_count + max(0, b - a))
-    return HostSet(indices, counts, token_set.dense_layers, by_layer, tuple(known), tuple(stops))
-
-
-def replace_set_rows(old: TokenSet, new: TokenSet, rows: Sequence[bool]) -> TokenSet:
-    """Row b from `new` where rows[b], else from `old`; padded to the wider of the two. Layers' own sets come from `new`."""
-    width = max(old.indices.shape[1], new.indices.shape[1])
-    taken = mx.array([bool(row) for row in rows])
-    wide = [mx.pad(part.indices, [(0, 0), (0, width - part.indices.shape[1])]) for part in (new, old)]
-    indices = mx.where(taken[:, None], wide[0], wide[1])
-    counts = mx.where(taken, new.counts, old.counts)
-    by_layer = {
-        layer: replace_set_rows(old.by_layer[layer], part, rows) if layer in old.by_layer else part
-        for layer, part in new.by_layer.items()
-    }
-    if not (isinstance(old, HostSet) and isinstance(new, HostSet)):
-        return TokenSet(indices, counts, new.dense_layers, by_layer)
-    picked = [new if row else old for row in rows]
-    known = tuple(part.host_counts[b] for b, part in enumerate(picked))
-    bounds = tuple(part.bounds[b] for b, part in enumerate(picked))
-    return HostSet(indices, counts, new.dense_layers, by_layer, known, bounds)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dustin.backends.mlx_metal.cache import MlxCache
 from dustin.backends.mlx_metal.ops import check_queries, fit
+from dustin.backends.mlx_metal.sets import facts_of, remember
 from dustin.interfaces import RowComparison, Tap, TokenSet
 
 
@@ -166,7 +167,11 @@ def keep_mass(
     packed = mx.sort(mx.where(kept, indices, 2**31 - 1), axis=1)
     sizes = kept.sum(axis=1).astype(mx.int32)
     packed = mx.where(mx.arange(width)[None] < sizes[:, None], packed, 0).astype(mx.int32)
-    return TokenSet(packed, sizes, token_set.dense_layers, token_set.by_layer)
+    made = TokenSet(packed, sizes, token_set.dense_layers, token_set.by_layer)
+    facts = facts_of(token_set)
+    if facts is None:
+        return made
+    return remember(made, [c if c == n else None for c, n in zip(facts.counts, lengths, strict=True)], facts.bounds)
 
 
 def order_keys(x: mx.array) -> mx.array:

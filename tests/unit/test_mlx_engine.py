@@ -11,7 +11,7 @@ import pytest
 
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.generation import Session
-from dustin.interfaces import Backend, Model
+from dustin.interfaces import Backend, Model, TokenSet
 from dustin.registry import create
 from tests.parity.adapters import CONFIGS, write_model
 
@@ -109,3 +109,22 @@ def test_logprobs_equal_numpy() -> None:
     for mine, its in zip(*found, strict=True):
         assert (mine.token, mine.top_tokens) == (its.token, its.top_tokens)
         assert [mine.logprob, *mine.top_logprobs] == pytest.approx([its.logprob, *its.top_logprobs], abs=1e-4)
+
+
+@pytest.mark.parametrize("selector", ["dustin", "specattn", "quest"])
+def test_no_set_is_read_back(monkeypatch: pytest.MonkeyPatch, selector: str) -> None:
+    """`read` is the one way out of a round: what the engine does with sets never makes a forward read them."""
+    from dustin.backends.mlx_metal import attention, sets
+
+    seen = []
+
+    def checked(token_set: TokenSet | None, lengths: object) -> TokenSet | None:
+        parts = [] if token_set is None else [token_set, *token_set.by_layer.values()]
+        seen.extend(sets.facts_of(part) is not None for part in parts)
+        return sets.checked(token_set, lengths)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "checked", checked)
+    backend, target, draft = loaded("mlx")
+    options = EngineOptions(mode="sparse", drafter="draft", selector=selector, **OPTIONS)  # type: ignore[arg-type]
+    Session(backend, target, None, options, draft).batch_generate(PROMPTS, RequestOptions(max_tokens=12))
+    assert len(seen) > 10 and all(seen)

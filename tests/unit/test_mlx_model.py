@@ -20,10 +20,11 @@ if any(importlib.util.find_spec(module) is None for module in ("mlx", "mlx_lm", 
 import mlx.core as mx
 
 from dustin import interfaces, registry
-from dustin.backends.mlx_metal import loading
+from dustin.backends.mlx_metal import loading, sets
 from dustin.backends.mlx_metal.backend import MlxBackend, create
 from dustin.backends.mlx_metal.cache import MlxCache
 from dustin.backends.mlx_metal.model import MlxModel
+from dustin.backends.mlx_metal.sets import facts_of
 from dustin.errors import MemoryLimitError, ModelError, UsageError
 from dustin.interfaces import Tap, TokenSet
 from dustin.metal_kernels.gate import Gate
@@ -255,6 +256,17 @@ def test_a_set_that_does_not_fit_is_refused(backend, llama, indices, counts, mes
         llama.forward(backend.tokens([[1]]), [1], cache, token_set=TokenSet(mx.array(indices), mx.array(counts)))
 
 
+def test_facts_of_sets_go_with_their_arrays(backend):
+    """A set that was wrapped anew is not read again; arrays of another set are; nothing outlives its arrays."""
+    chosen = backend.select(None, None, [30], budget=20, num_sink_tokens=2, num_recent_tokens=4, num_draft_selected=0)
+    facts = facts_of(TokenSet(chosen.indices, chosen.counts, (1,)))
+    assert facts is not None and facts.counts == (20,)
+    assert facts_of(TokenSet(chosen.indices + 0, chosen.counts)) is None
+    before = len(sets._KNOWN)
+    del chosen
+    assert len(sets._KNOWN) == before - 1
+
+
 def test_host_counts_follow_a_set(backend):
     """What the host claims of a set is what the device has, whatever extend and replace_set_rows did to it."""
     rng = np.random.default_rng(0)
@@ -262,15 +274,17 @@ def test_host_counts_follow_a_set(backend):
         lengths = rng.integers(1, 60, 3).tolist()
         quota = {"budget": int(rng.integers(8, 40)), "num_sink_tokens": 2, "num_recent_tokens": 4, "num_draft_selected": 0}
         scores = mx.array(rng.random((3, 60)).astype(np.float32))
-        sets = [backend.select(scores, None, lengths, **quota)]
+        made_sets = [backend.select(scores, None, lengths, **quota)]
         starts = [max(0, n - int(rng.integers(0, 6))) for n in lengths]
-        sets.append(backend.extend(sets[0], starts, [n + int(rng.integers(0, 5)) for n in starts]))
-        sets.append(backend.replace_set_rows(sets[0], sets[1], [True, False, True]))
-        for made in sets:
+        made_sets.append(backend.extend(made_sets[0], starts, [n + int(rng.integers(0, 5)) for n in starts]))
+        made_sets.append(backend.replace_set_rows(made_sets[0], made_sets[1], [True, False, True]))
+        made_sets.append(backend.keep_mass(made_sets[0], scores, lengths, mass=0.5, num_sink_tokens=2, num_recent_tokens=4))
+        for made in made_sets:
             counts, rows = made.counts.tolist(), made.indices.tolist()
-            for b, known in enumerate(made.host_counts):
+            facts = facts_of(TokenSet(made.indices, made.counts))
+            for b, known in enumerate(facts.counts):
                 assert known is None or known == counts[b]
-                assert all(x < made.bounds[b] for x in rows[b][: counts[b]])
+                assert all(x < facts.bounds[b] for x in rows[b][: counts[b]])
                 assert rows[b][: counts[b]] == sorted(set(rows[b][: counts[b]]))
 
 
