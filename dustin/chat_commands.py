@@ -58,7 +58,11 @@ def _file(chat: Conversation, rest: str) -> None:
     if not text.strip():
         raise UsageError(f"{rest} is empty: nothing to put before your message")
     chat.documents.append(text)
-    note(f"{rest}: {chat.count(text)} tokens, goes before your next message")
+    count = chat.count(text)
+    note(f"{rest}: {count} tokens, goes before your next message")
+    if chat.tokens + count >= chat.room:
+        left = max(chat.room - chat.tokens, 0)
+        note(f"note: that is more than the {left} tokens left of {chat.room}: /reset makes room, or drops it")
 
 
 def _stats(chat: Conversation, rest: str) -> None:

@@ -88,6 +88,14 @@ def test_files_before_the_first_message(model: Path, environment: dict[str, str]
     fails(dustin(environment, "chat", "-m", model, "-f", "-", stdin="hi\n"), 2, "--file - is stdin")
 
 
+def test_a_file_that_will_not_fit_is_told_at_once(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("x" * 600)
+    done = dustin(environment, "chat", "-m", model, "-n", 3, stdin=f"/file {tmp_path / 'long.txt'}\nhi\nagain\n")
+    assert "600 tokens" in done.stderr and "more than the 512 tokens left of 512" in done.stderr
+    # The message that does not fit drops the document, so the next one is answered.
+    assert len(errors(done)) == 1 and "the pending document was dropped" in done.stderr and done.stdout.count("\n") >= 1
+
+
 def test_several_lines_are_one_message(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
     save = tmp_path / "c.json"
     script = f"/multi\none\n\n/quit\n/end\n//usr\n/usr/bin is a path\n/save {save}\n"
