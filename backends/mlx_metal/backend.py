@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from dustin.backends.mlx_metal import loading, ops, sampling, set_ops, sets
-from dustin.backends.mlx_metal.cache import MlxCache
+from dustin.backends.mlx_metal.cache import MlxCache, device_info
 from dustin.backends.mlx_metal.model import MlxModel
 from dustin.errors import ModelError, UsageError
 from dustin.interfaces import HostVerdict, RowComparison, Tap, TokenSet, Verdict, WarpBatch
@@ -70,10 +70,10 @@ class MlxBackend:
                 f"head_dim of {source} is {config.head_dim}, and DUSTIN_METAL_GATE=kernel asks for Metal kernels, which serve "
                 f"{', '.join(map(str, HEAD_DIMS))}: unset it, or set it to array"
             )
-        if self.device == "metal":
-            from mlx_lm.utils import maybe_set_recommended_wired_limit
-
-            maybe_set_recommended_wired_limit()
+        limit = device_info().get("max_recommended_working_set_size") if self.device == "metal" else None
+        if limit:
+            # As mlx-lm does: a model near the machine's memory is paged out between rounds otherwise.
+            mx.set_wired_limit(limit)
         return MlxModel(inner, config, name, self.gate)
 
     def tokens(self, rows: Sequence[Sequence[int]]) -> mx.array:

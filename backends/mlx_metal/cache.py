@@ -13,11 +13,16 @@ import mlx.core as mx
 from dustin.backends.common.checks import check_copy, check_lengths, check_memory, host_bytes
 
 
+def device_info() -> dict[str, Any]:
+    """What MLX tells of the default GPU."""
+    return dict(mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info())
+
+
 def free_bytes() -> int | None:
     """Memory that a cache may take: of the host on the CPU, of the GPU's recommended working set elsewhere; None if unknown."""
     if mx.default_device() == mx.Device(mx.cpu):
         return host_bytes()
-    info = mx.device_info()
+    info = device_info()
     limit = info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
     return None if limit is None else max(0, int(limit) - mx.get_active_memory())
 
