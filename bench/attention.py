@@ -128,7 +128,7 @@ def candidates(case: Case, kind: str) -> list[AttentionConfig]:
     near = [2**i for i in range(6) if 64 <= 2**i * group <= 528 or (group == 8 and 8 <= 2**i <= 16)]
     if kind == "dense":
         counts = [*near[:1], 33] if group == 8 else near[:2]
-        return [AttentionConfig(64, 64, 4, 5, waves=(n * group + 0.01) / 132, fused_splits=8) for n in counts]
+        return [AttentionConfig(64, 64, 4, 3, waves=(n * group + 0.01) / 132, fused_splits=8) for n in counts]
     found = []
     for block_n, stages, parts in ((64, 3, 1), (32, 3, 1), (32, 4, 1), (64, 3, 2)):
         for splits in near[:2]:

@@ -86,6 +86,16 @@ def plan_attention(
 
 
 @triton.jit
+def load_pages(pages, start, keys, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page numbers of keys start + [0, BLOCK_N): one when a page holds them all."""
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(pages + start // PAGE, mask=start < length, other=0)
+    else:
+        page = tl.load(pages + (start + keys) // PAGE, mask=start + keys < length, other=0)
+    return page
+
+
+@triton.jit
 def tile_logits(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Logits [M, N] of q [M, D] and k [D, N]: unscaled, or scaled and in base 2 after a softcap."""
     s = tl.dot(q, k, input_precision=PRECISION)

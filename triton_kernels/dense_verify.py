@@ -20,6 +20,7 @@ from .attention_core import (
     dense_split,
     finish_split,
     launch_options,
+    load_pages,
     merge_kernel,
     plan_attention,
     resolve_scale,
@@ -78,24 +79,32 @@ def dense_verify_kernel(
     keys = tl.arange(0, BLOCK_N)
     # Every row sees every key up to length + first_row: those tiles need no mask.
     plain_stop = begin if WINDOW else tl.maximum(tl.minimum((length + first_row + 1) // BLOCK_N * BLOCK_N, stop), begin)
+    k_head = k_pool + h * HEAD
+    v_head = v_pool + h * HEAD
+    page = load_pages(pages, begin, keys, stop, PAGE, BLOCK_N)
+    next_page = load_pages(pages, begin + BLOCK_N, keys, stop, PAGE, BLOCK_N)
     for start in range(begin, plain_stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * ROW + h * HEAD
+        rows = tile_rows(page, start, keys, PAGE, BLOCK_N, ROW)
+        # Fetched two steps ahead: in the pipeline that copies K and V it would make every step wait for the copies before
+        # it. The maximum is an operation: a value handed on as it is would keep the loop from being pipelined.
+        page = tl.maximum(next_page, 0)
+        next_page = load_pages(pages, start + 2 * BLOCK_N, keys, stop, PAGE, BLOCK_N)
         if D == BLOCK_D:
-            k = tl.load(k_pool + rows[None, :] + dims[:, None])
-            v = tl.load(v_pool + rows[:, None] + dims[None, :])
+            k = tl.load(k_head + rows[None, :] + dims[:, None])
+            v = tl.load(v_head + rows[:, None] + dims[None, :])
         else:
-            k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=in_head[:, None], other=0.0)
-            v = tl.load(v_pool + rows[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
+            k = tl.load(k_head + rows[None, :] + dims[:, None], mask=in_head[:, None], other=0.0)
+            v = tl.load(v_head + rows[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
         s = tile_logits(q_tile, k, scale_log2, softcap, SOFTCAP, PRECISION)
         m_i, l_i, acc = attend_tile(s, v, m_i, l_i, acc, scale_log2, SOFTCAP, PRECISION)
     for start in range(plain_stop, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        rows = locate(pages, start, keys, stop, PAGE, BLOCK_N) * ROW + h * HEAD
+        rows = tile_rows(load_pages(pages, start, keys, stop, PAGE, BLOCK_N), start, keys, PAGE, BLOCK_N, ROW)
         position = start + keys
         stored = position < stop
-        k = tl.load(k_pool + rows[None, :] + dims[:, None], mask=stored[None, :] & in_head[:, None], other=0.0)
-        v = tl.load(v_pool + rows[:, None] + dims[None, :], mask=stored[:, None] & in_head[None, :], other=0.0)
+        k = tl.load(k_head + rows[None, :] + dims[:, None], mask=stored[None, :] & in_head[:, None], other=0.0)
+        v = tl.load(v_head + rows[:, None] + dims[None, :], mask=stored[:, None] & in_head[None, :], other=0.0)
         visible = (position[None, :] < stop) & (position[None, :] <= length + t[:, None])
         if WINDOW:
             visible = visible & (position[None, :] > length + t[:, None] - window)
@@ -110,15 +119,13 @@ def dense_verify_kernel(
 
 
 @triton.jit
-def locate(pages, start, keys, stop, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pool rows [BLOCK_N] int64 of keys start + [0, BLOCK_N)."""
+def tile_rows(page, start, keys, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ROW: tl.constexpr):
+    """Pool offsets [BLOCK_N] int64 of keys start + [0, BLOCK_N), a multiple of BLOCK_N, from their page numbers."""
     if PAGE % BLOCK_N == 0:
-        page = tl.load(pages + start // PAGE).to(tl.int64)
-        return page * PAGE + start % PAGE + keys
+        return (page.to(tl.int64) * PAGE + start % PAGE) * ROW + keys * ROW
     else:
-        position = start + keys
-        page = tl.load(pages + position // PAGE, mask=position < stop, other=0).to(tl.int64)
-        return page * PAGE + position % PAGE
+        # Both are powers of two: a tile is whole pages.
+        return (page * PAGE + keys % PAGE).to(tl.int64) * ROW
 
 
 def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
@@ -127,7 +134,7 @@ def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConf
         return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=4.0)
     block_n = 32 if head_dim > 128 else 64
     if rows <= 64:
-        return AttentionConfig(power_of_two(rows, 16), block_n, 4, 5, waves=2.0)
+        return AttentionConfig(power_of_two(rows, 16), block_n, 4, 3, waves=2.0)
     return AttentionConfig(64 if head_dim > 128 else 128, block_n, 8, 3, waves=4.0)
 
 

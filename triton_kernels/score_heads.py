@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_core import resolve_scale
+from .attention_core import load_pages, resolve_scale
 from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
 from .score_plan import (
     MAX_LAYERS,
@@ -58,16 +58,6 @@ def load_queries(
     valid = (rows // H < num_rows) & (head >= 0)
     offset = b.to(tl.int64) * stride_qb + (rows // H).to(tl.int64) * stride_qr + head.to(tl.int64) * stride_qs
     return tl.load(q + offset[None, :] + dims[:, None], mask=valid[None, :] & (dims < D)[:, None], other=0.0), valid
-
-
-@triton.jit
-def load_pages(pages, start, keys, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page numbers of keys start + [0, BLOCK_N): one when a page holds them all."""
-    if PAGE % BLOCK_N == 0:
-        page = tl.load(pages + start // PAGE, mask=start < length, other=0)
-    else:
-        page = tl.load(pages + (start + keys) // PAGE, mask=start + keys < length, other=0)
-    return page
 
 
 @triton.jit
