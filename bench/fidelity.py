@@ -9,7 +9,7 @@ without rectification. Every row is written as it is made, to bench/results/fide
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,26 +31,29 @@ from bench.fidelity_cells import (
     text_replay,
 )
 from bench.fidelity_documents import TASKS, make, suffix
+from dustin.interfaces import Tap
+from dustin.scoring import Scoring
 
 OUT = rows.RESULTS / "fidelity.jsonl"
 NEEDLES = ("single", "multikey", "multivalue", "variables")
 
 
-def required(profiles: bool) -> list[Cell]:
+def required(profiles: Collection[str]) -> list[Cell]:
     """What the tables need first: the paper's budgets, and equal bytes (scoring included)."""
-    heads = ["profile"] if profiles else []
+    heads = ["profile"] if "profile" in profiles else []
+    srh = ["srh"] if "srh" in profiles else []
     best = "profile" if profiles else "heuristic"
     cells = [Cell("dense", "heuristic", 1024)]
     cells += [Cell("dustin", name, 1024) for name in [*heads, "heuristic", "mid"]]
-    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in [*heads, "heuristic/8", "heuristic", "one"]]
-    cells += [Cell("dustin", name, 512) for name in [*heads, "heuristic", "mid", "one"]]
+    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in [*heads, "heuristic/8", "heuristic", "one", *srh]]
+    cells += [Cell("dustin", name, 512) for name in [*heads, "heuristic", "mid", "one", *srh]]
     for budget in (1024, 512):
         cells += [Cell("oracle", "heuristic", budget)]
         cells += [Cell(name, best, budget) for name in ("history", "lookahead", "streaming", "snapkv", "h2o", "quest")]
     return cells
 
 
-def further(profiles: bool) -> list[Cell]:
+def further(profiles: Collection[str]) -> list[Cell]:
     """Budgets, and options beyond the paper."""
     best = "profile" if profiles else "heuristic"
     cells = [Cell("dustin", best, budget) for budget in (2048, 256, 128)]
@@ -269,7 +272,7 @@ def run(session: Any, opts: dict[str, Any]) -> None:
 def _one_context(bench: Bench, pair: Pair, context: int, until: float, heads: list[str]) -> None:
     """Most valuable first: the required chat cells, the tasks, the text; then acceptance and further cells."""
     began = time.perf_counter()
-    opts, gamma, profiles = bench.opts, bench.opts["gamma"], bool(bench.profiles)
+    opts, gamma, profiles = bench.opts, bench.opts["gamma"], bench.profiles
 
     def share(of: float) -> float:
         return began + of * (until - began)
@@ -326,9 +329,18 @@ def _profiles(session: Any, opts: dict[str, Any]) -> dict[str, Any]:
             session.backend, session.target, session.draft, session.tokenizer, options, lambda line: click.echo(line, err=True)
         )
         profile_file.write(profile, Path(opts["profile_out"]) if opts["profile_out"] else profile_file.default_path(profile))
-        return {"profile": profile.scoring}
+        return {"profile": profile.scoring} | _retrieval(profile)
     if opts["profile"]:
         draft = session.draft.spec if session.draft else None
         scoring = profile_file.scoring_of(EngineOptions(profile=opts["profile"]), session.target.spec, draft)
         return {} if scoring.source == "heuristic" else {"profile": scoring}
     return {}
+
+
+def _retrieval(profile: Any) -> dict[str, Any]:
+    """The paper's form: retrieval heads alone, four of one target layer and of three draft layers."""
+    found = profile.retrieval_heads
+    if "draft" not in found:
+        return {}
+    taps = [Tap({layer: tuple(heads) for layer, *heads in sorted(found[side][:n])}) for side, n in (("target", 1), ("draft", 3))]
+    return {"srh": Scoring(taps[0], taps[1], source="retrieval heads")}

@@ -18,7 +18,7 @@ from dustin.interfaces import Measures, Model, Tap
 from dustin.profile_file import Profile
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
-from dustin.retrieval_heads import best_heads, chat_frame, find_retrieval_heads, needle_prompts
+from dustin.retrieval_heads import HEADS_A_LAYER, best_heads, chat_frame, find_retrieval_heads, needle_prompts
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
@@ -336,9 +336,9 @@ def _retrieval(
 
 
 def _ranked(ranking: dict[int, list[tuple[float, int]]]) -> list[list[int]]:
-    """[[layer, head], ...] of the sixteen best."""
-    ordered = sorted(((mass, layer, head) for layer, row in ranking.items() for mass, head in row), reverse=True)
-    return [[layer, head] for _, layer, head in ordered[:16]]
+    """[layer, its best heads...] of the six layers whose best heads look most at needles."""
+    mass = {layer: sum(m for m, _ in row[:HEADS_A_LAYER]) for layer, row in ranking.items()}
+    return [[layer, *best_heads(ranking, layer)] for layer in sorted(mass, key=lambda layer: -mass[layer])[:6]]
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float]:

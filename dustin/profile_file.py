@@ -24,7 +24,8 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """One calibrated pair. `fingerprints` are those of the same weights in several dtypes; `record` says how it was made."""
+    """One calibrated pair. `target` and `draft` are fingerprints of the same weights in several dtypes; `retrieval_heads` lists
+    for each of the two [layer, its best heads...], best layer first; `record` says how it was made."""
 
     name: str
     target: tuple[str, ...]
