@@ -221,9 +221,11 @@ class MlxBackend:
         """None: a look at a lazy array would run what was put off for the round's one read."""
         return None
 
-    def favour(self, logits: mx.array, drafts: mx.array, confidence: mx.array, threshold: float) -> mx.array:
+    def favour(
+        self, logits: mx.array, drafts: mx.array, num_drafts: Sequence[int], confidence: mx.array, threshold: float
+    ) -> mx.array:
         """See sampling.favour."""
-        return sampling.favour(logits, drafts, confidence, threshold)
+        return sampling.favour(logits, drafts, num_drafts, confidence, threshold)
 
     def accept_greedy(self, drafts: mx.array, num_drafts: Sequence[int], logits: mx.array) -> Verdict:
         """See sampling.accept_greedy."""

@@ -138,10 +138,17 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
 
 def _from_folder(config: ModelConfig, raw: dict[str, Any], source: Path) -> Any:
     from mlx_lm.utils import load_model
+    from safetensors import SafetensorError, safe_open
 
     files = weight_files(source)
     if not any(path.name.startswith("model") for path in files):
         raise ModelError(f"{files[0]}: mlx-lm reads files named model*.safetensors alone; rename it")
+    for path in files:
+        try:
+            safe_open(path, framework="numpy")
+        except (OSError, SafetensorError) as error:
+            # MLX reads lazily, and older versions fill up a truncated file with whatever is in memory.
+            raise ModelError(f"{path} cannot be read: {error}. Fetch it again") from error
     try:
         return load_model(source, lazy=True, model_config=arguments(config, raw))[0]
     except (ValueError, RuntimeError, KeyError, TypeError) as error:

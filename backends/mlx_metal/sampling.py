@@ -150,11 +150,14 @@ def confidence(logits: mx.array, distributions: mx.array | None) -> mx.array:
     return mx.exp(values.max(axis=-1) - mx.logsumexp(values, axis=-1))
 
 
-def favour(logits: mx.array, drafts: mx.array, sureness: mx.array, threshold: float) -> mx.array:
-    """A copy of logits [B, G+1, V] with 1e30 (the largest number of fp16) at drafts[b, i] of row i where it is sure enough."""
+def favour(
+    logits: mx.array, drafts: mx.array, num_drafts: Sequence[int], sureness: mx.array, threshold: float
+) -> mx.array:
+    """A copy of logits [B, G+1, V] with 1e30 (6e4 in fp16) at drafts[b, i] of row i < num_drafts[b] that is sure enough."""
     sure = 6e4 if logits.dtype == mx.float16 else 1e30
     columns = mx.arange(logits.shape[-1])[None, None]
-    hit = (columns == drafts[..., None]) & (sureness >= threshold)[..., None]
+    judged = mx.arange(drafts.shape[1])[None] < mx.array(list(num_drafts))[:, None]
+    hit = (columns == drafts[..., None]) & ((sureness >= threshold) & judged)[..., None]
     hit = mx.concatenate([hit, mx.zeros((hit.shape[0], 1, hit.shape[2]), dtype=mx.bool_)], axis=1)
     return mx.where(hit, mx.array(sure, dtype=logits.dtype), logits)
 
