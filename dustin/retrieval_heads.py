@@ -31,16 +31,18 @@ class NeedlePrompt:
 
 
 def plain_words(tokenizer: Tokenizer, count: int, rng: random.Random) -> list[int]:
-    """Tokens of the vocabulary that are a space and a lower-case word of four letters or more. Raise ValueError if it has few."""
-    found: list[int] = []
+    """`count` different tokens that are a space and a lower-case word of four letters or more; where the vocabulary has too few
+    (bytes, characters), any lower-case pieces, repeated as needed. Raise UsageError where it has none of those either.
+    """
     ids = list(range(tokenizer.vocab_size))
     rng.shuffle(ids)
-    for token in ids:
-        if re.fullmatch(rb" [a-z]{4,}", tokenizer.token_bytes(token)):
-            found.append(token)
-            if len(found) == count:
-                return found
-    raise ValueError(f"the vocabulary has {len(found)} plain words, expected {count}: it is no text model's")
+    for pattern in (rb" [a-z]{4,}", rb" ?[a-z]+"):
+        found = [token for token in ids if re.fullmatch(pattern, tokenizer.token_bytes(token))]
+        if len(found) >= count:
+            return found[:count]
+    if not found:
+        raise UsageError("the vocabulary has no lower-case letters to make needles of: calibration needs a text model's tokenizer")
+    return [rng.choice(found) for _ in range(count)]
 
 
 def needle_prompts(

@@ -105,9 +105,20 @@ def test_needles_lie_where_they_are_said_to_lie() -> None:
     assert made == needle_prompts(Words(), list(range(3, 200)), [120, 200], [0.0, 0.9], seed=1)  # type: ignore[arg-type]
 
 
-def test_a_vocabulary_without_words_is_refused() -> None:
-    with pytest.raises(ValueError, match="plain words, expected 1000"):
-        plain_words(Words(), 1000, random.Random(0))  # type: ignore[arg-type]
+def test_a_vocabulary_of_letters_serves_and_one_without_is_refused() -> None:
+    class Few(Words):
+        pieces = [b"<end>", b".", b"a", b" b"]
+        vocab_size = 4
+
+    class Nothing(Words):
+        pieces = [b"<end>", b"."]
+        vocab_size = 2
+
+    got = plain_words(Few(), 9, random.Random(0))  # type: ignore[arg-type]
+    assert len(got) == 9 and set(got) == {2, 3}
+    assert len(set(plain_words(Words(), 200, random.Random(0)))) == 200  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no lower-case letters"):
+        plain_words(Nothing(), 1, random.Random(0))  # type: ignore[arg-type]
 
 
 class FakeReplay:
