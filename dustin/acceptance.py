@@ -60,7 +60,7 @@ class RelaxedAcceptance(SpeculativeAcceptance):
     ) -> Verdict:
         """A Verdict; no host read."""
         if self.route and drafts.tokens is not None and drafts.confidence is not None:
-            logits = backend.favour(logits, drafts.tokens, drafts.confidence, self.route)
+            logits = backend.favour(logits, drafts.tokens, drafts.num_drafts, drafts.confidence, self.route)
         if self.weight:
             accept_uniforms = [
                 [(u - self.weight) / (1 - self.weight) for u in row] if temperature else row

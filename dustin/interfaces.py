@@ -138,6 +138,31 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class GreedyChain(Protocol):
+    """A model that can take the greedy steps of a draft by itself. Optional: drafters go step by step without it."""
+
+    def draft_greedy(
+        self,
+        tokens: Array,
+        num_tokens: Sequence[int],
+        cache: KVCache,
+        steps: int,
+        *,
+        token_set: TokenSet | None = None,
+        set_lengths: Sequence[int] = (),
+        tap: Tap | None = None,
+    ) -> tuple[Array, Mapping[int, Array]] | None:
+        """What `steps` calls of `forward` with logits "last" give when each feeds the argmax of the one before.
+
+        Row b feeds its first num_tokens[b] tokens (0: it takes no part) and then what it drafts; the cache grows by
+        num_tokens[b] + steps - 1. Before each step the set, chosen at `set_lengths`, is extended to the cache's length
+        (see Backend.extend). Returns tokens [B, steps] and the tap's queries [B, steps, S, D], or None, nothing done,
+        where this call cannot be served so.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class WarpBatch:
     """Sampling parameters of each sequence; every tuple has B entries. `temperature` 0 is greedy (one-hot at the argmax)."""
@@ -349,8 +374,8 @@ class Backend(Protocol):
         """Host values of [B, 1] where having them waits for no device; else None. Not a round's read: see `read`."""
         ...
 
-    def favour(self, logits: Array, drafts: Array, confidence: Array, threshold: float) -> Array:
-        """Logits [B, G+1, V] in which draft i of row b is sure (1e30) where confidence[b, i] >= threshold; a copy."""
+    def favour(self, logits: Array, drafts: Array, num_drafts: Sequence[int], confidence: Array, threshold: float) -> Array:
+        """Logits [B, G+1, V] in which draft i < num_drafts[b] of row b is sure where confidence[b, i] >= threshold; a copy."""
         ...
 
     def accept_greedy(self, drafts: Array, num_drafts: Sequence[int], logits: Array) -> Verdict:

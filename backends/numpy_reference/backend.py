@@ -208,9 +208,11 @@ class NumpyBackend:
         """The values [B, 1]: they are on the host."""
         return tuple(float(value) for value in values[:, 0])
 
-    def favour(self, logits: Floats, drafts: Ints, confidence: Floats, threshold: float) -> Floats:
+    def favour(
+        self, logits: Floats, drafts: Ints, num_drafts: Sequence[int], confidence: Floats, threshold: float
+    ) -> Floats:
         """See sampling.favour."""
-        return sampling.favour(logits, drafts, confidence, threshold)
+        return sampling.favour(logits, drafts, num_drafts, confidence, threshold)
 
     def accept_greedy(self, drafts: Ints, num_drafts: Sequence[int], logits: Floats) -> Verdict:
         """See sampling.accept_greedy."""

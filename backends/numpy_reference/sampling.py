@@ -99,11 +99,12 @@ def confidence(logits: Floats, distributions: Floats | None) -> Floats:
     return np.asarray((softmax(logits) if distributions is None else distributions).max(axis=-1))
 
 
-def favour(logits: Floats, drafts: Ints, sureness: Floats, threshold: float) -> Floats:
-    """A copy of logits [B, G+1, V] with 1e30 at drafts[b, i] of row i where sureness[b, i] >= threshold."""
+def favour(logits: Floats, drafts: Ints, num_drafts: Sequence[int], sureness: Floats, threshold: float) -> Floats:
+    """A copy of logits [B, G+1, V] with 1e30 at drafts[b, i] of row i < num_drafts[b] where sureness[b, i] >= threshold."""
     out = logits.copy()
     for b, i in np.argwhere(np.asarray(sureness) >= threshold):
-        out[b, i, int(drafts[b, i])] = 1e30
+        if i < num_drafts[b]:
+            out[b, i, int(drafts[b, i])] = 1e30
     return out
 
 

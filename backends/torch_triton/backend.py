@@ -223,9 +223,11 @@ class TorchBackend:
         return tuple(values[:, 0].tolist()) if values.device.type == "cpu" else None
 
     @torch.inference_mode()
-    def favour(self, logits: torch.Tensor, drafts: torch.Tensor, confidence: torch.Tensor, threshold: float) -> torch.Tensor:
+    def favour(
+        self, logits: torch.Tensor, drafts: torch.Tensor, num_drafts: Sequence[int], confidence: torch.Tensor, threshold: float
+    ) -> torch.Tensor:
         """See sampling.favour."""
-        return sampling.favour(logits, drafts, confidence, threshold)
+        return sampling.favour(logits, drafts, num_drafts, confidence, threshold)
 
     @torch.inference_mode()
     def accept_greedy(self, drafts: torch.Tensor, num_drafts: Sequence[int], logits: torch.Tensor) -> Verdict:

@@ -103,13 +103,18 @@ def confidence(logits: torch.Tensor, distributions: torch.Tensor | None) -> torc
     return torch.exp(values.amax(-1) - torch.logsumexp(values, -1))
 
 
-def favour(logits: torch.Tensor, drafts: torch.Tensor, sureness: torch.Tensor, threshold: float) -> torch.Tensor:
-    """A copy of logits [B, G+1, V] with 1e30 at drafts[b, i] of row i where sureness[b, i] >= threshold."""
+def favour(
+    logits: torch.Tensor, drafts: torch.Tensor, num_drafts: Sequence[int], sureness: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """A copy of logits [B, G+1, V] with 1e30 at drafts[b, i] of row i < num_drafts[b] where sureness[b, i] >= threshold."""
     out = logits.clone()
     at = drafts.long()[..., None]
     front = out[:, : drafts.shape[1]]
-    sure = (sureness >= threshold)[..., None]
-    front.scatter_(-1, at, torch.where(sure, torch.full_like(at, 1, dtype=out.dtype) * 1e30, front.gather(-1, at)))
+    counts = torch.tensor(list(num_drafts)).to(logits.device, non_blocking=True)
+    judged = torch.arange(drafts.shape[1], device=logits.device)[None] < counts[:, None]
+    sure = ((sureness >= threshold) & judged)[..., None]
+    most = 6e4 if out.dtype == torch.float16 else 1e30
+    front.scatter_(-1, at, front.gather(-1, at).masked_fill(sure, most))
     return out
 
 
