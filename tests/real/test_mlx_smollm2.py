@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 import dustin
+from bench.rows import ROOT
+from dustin import models
 from dustin.config import EngineOptions, RequestOptions
 from dustin.generation import Session
 
@@ -71,3 +74,29 @@ def test_modes_equal_torch_over_a_document(mode: str, drafter: str) -> None:
         for s in (sessions["mlx"], sessions["torch"])
     ]
     same_or_tied(*found, prompt, sessions["torch"])
+
+
+def test_four_bit_weights_read_a_text_almost_as_well(tmp_path: Path) -> None:
+    """A folder as mlx-lm's convert -q writes it, from the real weights: the mean negative log-likelihood rises a few per cent."""
+    import mlx.core as mx
+    from mlx_lm.utils import quantize_model, save_config, save_model
+
+    from dustin.backends.mlx_metal import loading
+
+    session = load("float32")["mlx"]
+    inner, config, _ = loading.load(models.resolve(models.DEFAULT), mx.float32)
+    fields = loading.arguments(config, {"architectures": [config.architecture]})
+    quantised, fields = quantize_model(inner, fields, group_size=64, bits=4)
+    save_model(tmp_path, quantised)
+    save_config(fields, tmp_path / "config.json")
+    small = session.backend.load(tmp_path)
+    assert small.spec.weight_bytes < 0.2 * session.target.spec.weight_bytes
+    text = (ROOT / "bench" / "data" / "northanger_abbey_chapter_1.txt").read_text(encoding="utf-8")
+    ids = session.encode(text)[:129]
+    losses = []
+    for model in (session.target, small):
+        logits = model.forward(session.backend.tokens([ids[:-1]]), [128], model.new_cache(1, 128)).logits[0]
+        chosen = mx.take_along_axis(logits, mx.array(ids[1:])[:, None], axis=-1)[:, 0]
+        losses.append(float((mx.logsumexp(logits, axis=-1) - chosen).mean()))
+    print(f"mean negative log-likelihood: fp32 {losses[0]:.3f}, 4-bit {losses[1]:.3f}")
+    assert 2 < losses[0] < losses[1] < 1.2 * losses[0]
