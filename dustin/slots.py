@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from dustin.config import EngineOptions, RequestOptions
 from dustin.engine import Engine
 from dustin.errors import UsageError
-from dustin.interfaces import Drafter, Drafts, KVCache, Tap, WarpBatch
+from dustin.interfaces import Drafter, Drafts, KVCache, Tap, TokenLogprobs, WarpBatch
 from dustin.planning import AutoPlanner
 from dustin.prefill import padded_tokens
 from dustin.sequence import Event, Sequence
@@ -18,6 +18,10 @@ from dustin.sequence import Event, Sequence
 _NOTHING = RequestOptions(max_tokens=1)
 # Tokens compared at once: prompts of 100,000 tokens meet many slots between two rounds.
 _COMPARED = 1024
+# A temperature at which every token is about as likely as any other.
+_HOT = 1e9
+# Prompt tokens scored at once: their logits are whole vocabularies.
+_SCORED = 64
 # Rows worth copying from another slot rather than reading them again.
 _WORTH_COPYING = 32
 
@@ -55,6 +59,8 @@ class SlotEngine(Engine):
         self.drafter.start([row.tokens for row in self.rows], cache.capacity + self.options.num_draft_tokens, None)
         self._following: dict[int, tuple[Sequence, int]] = {}
         self.reused = [0] * num_slots
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._scoring: dict[int, int] = {}
         self._auto = (self.planner, self.options) if self.planner is not None else None
         self._refresh_warp()
 
@@ -79,11 +85,12 @@ class SlotEngine(Engine):
         """Leading cache rows of a slot that any sequence with the same tokens may use."""
         return 0 if row.finish_reason == "error" else min(row.dense_rows, self._target_cache.lengths[row.row])
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: Sequence, prompt_logprobs: int | None = None) -> None:
         """Take the free slot `sequence.row`; its prompt is read by `read_chunk`. Raise ValueError when it is taken or too small.
 
         What the prompt has in common with the slot's last sequence, or with any other slot's, is not read again (`reused`).
-        Where the other one is itself still being read, this one waits for it.
+        Where the other one is itself still being read, this one waits for it. With `prompt_logprobs` (0 or more alternatives)
+        every row is read, and `prompt_logprobs[slot]` has an entry for each prompt token but the first when the first token comes.
         """
         slot = sequence.row
         old, cache = self.rows[slot], self._target_cache
@@ -91,9 +98,11 @@ class SlotEngine(Engine):
             raise ValueError(f"slot {slot} is taken, expected a free one of {self.free}")
         if sequence.prompt_length + sequence.limit > cache.capacity:
             raise ValueError(f"the sequence needs {sequence.prompt_length + sequence.limit} rows, the slot has {cache.capacity}")
-        keep = self.reusable(slot, sequence.tokens)
+        self.prompt_logprobs.pop(slot, None)
+        scored = prompt_logprobs is not None
+        keep = 0 if scored else self.reusable(slot, sequence.tokens)
         leader, shared = old, keep
-        for row in self.rows:
+        for row in self.rows if not scored else []:
             most = row.prompt_length if row.reading else self._dense(row)
             common = _common(row.tokens, sequence.tokens, min(most, sequence.prompt_length - 1))
             if row is not old and common >= shared + _WORTH_COPYING:
@@ -106,6 +115,10 @@ class SlotEngine(Engine):
         self._begin_with(slot, keep, slot)
         if leader is not old:
             self._following[slot] = (leader, shared)
+        if prompt_logprobs is not None:
+            self.prompt_logprobs[slot] = []
+            if sequence.prompt_length > 1:
+                self._scoring[slot] = prompt_logprobs
 
     def _begin_with(self, slot: int, keep: int, source: int) -> None:
         """The slot's cache rows become the first `keep` of `source`."""
@@ -138,6 +151,7 @@ class SlotEngine(Engine):
             row.finish_reason = reason
         row.reading = False
         self._following.pop(slot, None)
+        self._scoring.pop(slot, None)
         self._refresh_warp()
 
     # Prompts.
@@ -148,9 +162,11 @@ class SlotEngine(Engine):
             return []
         began = time.perf_counter()
         self._follow()
-        reading = [row for row in self.reading if row.row not in self._following]
+        for slot in list(self._scoring):
+            self._score_prompt(slot)
+        reading = [row for row in self.reading if row.row not in self._following and row.row not in self._scoring]
         cache = self._target_cache
-        shares = self._shares(reading, most)
+        shares = self._shares(reading, most) if reading else [0] * len(self.rows)
         goals = {row.row: cache.lengths[row.row] + shares[row.row] for row in reading}
         # The last prompt token is the draft's to feed with the first token the target emits.
         wanted = [row.tokens[: min(goals[row.row], row.prompt_length - 1)] if row.row in goals else [] for row in self.rows]
@@ -173,6 +189,34 @@ class SlotEngine(Engine):
             shares[slot] = min(left[slot], room // (len(left) - rank))
             room -= shares[slot]
         return shares
+
+    def _score_prompt(self, slot: int) -> None:
+        """Read a piece of the slot's prompt and note the log-probability of each of its tokens given those before it."""
+        row, cache = self.rows[slot], self._target_cache
+        start = cache.lengths[slot]
+        part = row.tokens[start : min(start + _SCORED, row.prompt_length)]
+        parts = [part if b == slot else [] for b in range(len(self.rows))]
+        counts = [len(each) for each in parts]
+        out = self.target.forward(self.backend.tokens(parts), counts, cache, logits="all")
+        # A verdict that keeps every token: any draft that has some probability passes u = 0, and heat gives some to all.
+        drafts = self.backend.tokens([each[1:] for each in parts])
+        hot = replace(self.warp, **{f: (v,) * len(self.rows) for f, v in vars(_NOTHING.sampling).items() if f != "seed"})
+        hot = replace(hot, temperature=(_HOT,) * len(self.rows))
+        judged = self.backend.probabilities(out.logits, hot, None, drafts)
+        zeros = [[0.0] * (len(part) - 1)] * len(self.rows)
+        verdict = self.backend.accept_sampled(
+            drafts, [max(0, n - 1) for n in counts], None, judged, out.logits, zeros, [0.0] * len(self.rows)
+        )
+        found = self.backend.read(verdict, out.logits, self._scoring[slot]).logprobs
+        if found is not None:
+            self.prompt_logprobs[slot] += found[slot][: len(part) - 1]
+        # The last row is read again: its successor's entry needs its logits, and the first new token does.
+        last = start + len(part) - 1
+        cache.rollback([last if b == slot else n for b, n in enumerate(cache.lengths)])
+        row.dense_rows = last
+        self._slot_drafter.read([row.tokens[:last] if b == slot else [] for b in range(len(self.rows))], counts)
+        if last == row.prompt_length - 1:
+            del self._scoring[slot]
 
     def _read_parts(self, parts: list[list[int]]) -> list[Event]:
         cache = self._target_cache

@@ -217,6 +217,26 @@ def test_a_sampled_row_fixes_what_auto_does() -> None:
         assert row.generated == alone[0].generated
 
 
+@pytest.mark.parametrize("drafter", ["none", "draft"])
+def test_log_probabilities_of_prompts(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dustin.slots._SCORED", 7)
+    engine = opened(options("dense" if drafter == "draft" else "ar"), drafter, 3)
+    rows = [Row(slot, PROMPTS[n], requests()[n], COUNTS[n], frozenset(), None) for slot, n in enumerate((0, 1, 4))]
+    for row, top in zip(rows, (2, None, 0), strict=True):
+        engine.admit(row, top)
+    finish(engine)
+    for row, n in zip(rows, (0, 1, 4), strict=True):
+        assert tuple(row.generated) == greedy(PROMPTS[n], COUNTS[n])
+    assert set(engine.prompt_logprobs) == {0, 2} and engine.prompt_logprobs[2] == []
+    prompt, found = PROMPTS[0], engine.prompt_logprobs[0]
+    out = target().forward(backend.tokens([prompt]), [len(prompt)], target().new_cache(1, len(prompt)))
+    logits = np.asarray(out.logits)[0, :-1]
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert [entry.token for entry in found] == list(prompt[1:])
+    np.testing.assert_allclose([e.logprob for e in found], [expected[i, t] for i, t in enumerate(prompt[1:])], atol=1e-9)
+    assert [entry.top_tokens for entry in found] == [tuple(np.argsort(-row, kind="stable")[:2]) for row in expected]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     engine = opened(options("ar"), "none", 1)
     with pytest.raises(ValueError, match="needs 100 rows, the slot has 80"):
