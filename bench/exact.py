@@ -13,6 +13,7 @@ import gc
 import itertools
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -33,14 +34,19 @@ class Outcome:
     stats: Any
 
 
-def decode(session: Any, prompts: list[list[int]], cache: Any, options: Any, tokens: int, gaps: bool = False) -> Outcome:
-    """Decode up to `tokens` tokens a row, greedily, from the cache of all prompts but their last tokens."""
+def decode(
+    session: Any, prompts: list[list[int]], caches: tuple[Any, Any], options: Any, tokens: int, gaps: bool = False
+) -> Outcome:
+    """Decode up to `tokens` tokens a row, greedily, from copies of the target's and draft's caches of all but the last tokens."""
     from dustin.config import RequestOptions
     from dustin.generation import Session
 
     request = RequestOptions(max_tokens=tokens, top_logprobs=2 if gaps else None)
     inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
-    run = inner._start(prompts, [request] * len(prompts), cache)
+    everything = range(len(prompts))
+    run = inner._start(prompts, [request] * len(prompts), caches[0].take(everything))
+    if options.drafter == "draft":
+        run.engine.drafter.resume(caches[1].take(everything))
     found: list[list[float]] = [[] for _ in prompts]
     steps = [0] * len(prompts)
 
@@ -119,9 +125,10 @@ def report(
                 "scoring": stats.scoring,
             }  # fmt: skip
         made.append(row)
+        found = [(entry["prompt"], entry["token"], entry["top2_gap"]) for entry in apart]
         click.echo(
-            f"{name:22s} {kind:10s} identical {row['identical']}/{len(mine)}, tokens a dense read {row['tokens_per_dense_read']}"
-            f", differences {[(e['prompt'], e['token'], e['top2_gap']) for e in apart]}"
+            f"{outcome.seconds:6.1f} s  {name:22s} {kind:10s} identical {row['identical']}/{len(mine)}, "
+            f"tokens a dense read {row['tokens_per_dense_read']}, differences {found}"
         )
     return made
 
@@ -196,7 +203,8 @@ def variants(opts: dict[str, Any], drafted: bool) -> dict[str, Any]:
 
     drafter = "draft" if drafted else "none"
     common = {"num_draft_tokens": opts["gamma"]}
-    made = {"dense": EngineOptions(mode="dense", drafter="draft" if drafted else "self", budget=max(64, opts["context"] // 8), **common)}
+    own = {} if drafted else {"budget": max(64, opts["context"] // 8)}
+    made = {"dense": EngineOptions(mode="dense", drafter="draft" if drafted else "self", **own, **common)}
     for text in opts["exact"].split(","):
         block, budget = (int(part) for part in text.split(":"))
         name = f"exact {block}, budget {budget}"
@@ -211,14 +219,19 @@ def compare(session: Any, prompts: list[list[int]], kinds: list[str], opts: dict
 
     room = max(map(len, prompts)) + opts["tokens"] + opts["gamma"] + 2
     began = time.perf_counter()
-    # Two caches' worth of memory at once: on a GPU the copies then come from the same pool, and graphs are captured once.
-    session.target.new_cache(2 * len(prompts), room)
-    full = session.target.new_cache(len(prompts), room)
-    prefill(session.backend, session.target, full, [row[:-1] for row in prompts], opts["chunk"], None, logits=False)
+    caches: list[Any] = []
+    for model in (session.target, session.draft):
+        if model is None:
+            caches.append(None)
+            continue
+        # Two caches' worth of memory at once: on a GPU the copies then come from the same pool, and graphs are captured once.
+        model.new_cache(2 * len(prompts), room)
+        caches.append(model.new_cache(len(prompts), room))
+        prefill(session.backend, model, caches[-1], [row[:-1] for row in prompts], opts["chunk"], None, logits=False)
+    pair = (caches[0], caches[1])
     click.echo(f"{session.target.spec.dtype}: {sum(map(len, prompts))} prompt tokens read in {time.perf_counter() - began:.1f} s")
-    everything = range(len(prompts))
-    plain = decode(session, prompts, full.take(everything), EngineOptions(mode="ar"), opts["tokens"], gaps=True)
-    noise = gap_noise(session, prompts, full.take(everything), plain)
+    plain = decode(session, prompts, pair, EngineOptions(mode="ar"), opts["tokens"], gaps=True)
+    noise = gap_noise(session, prompts, pair[0].take(range(len(prompts))), plain)
     base = {
         "bench": "exact", "device": rows.processor() if session.backend.device == "cpu" else _gpu(),
         "model": session.target.spec.name, "draft": session.draft.spec.name if session.draft else None,
@@ -227,18 +240,18 @@ def compare(session: Any, prompts: list[list[int]], kinds: list[str], opts: dict
         "command": rows.command(), "commit": rows.commit(),
     }  # fmt: skip
     made = report("ar", plain, plain, kinds, noise, base)
-    rows.write(OUT, made, append=append)
+    rows.write(opts["output"], made, append=append)
     fine = True
     for name, options in variants(opts, session.draft is not None).items():
         gc.collect()
         try:
-            outcome = decode(session, prompts, full.take(everything), options, opts["tokens"])
+            outcome = decode(session, prompts, pair, options, opts["tokens"])
         except Exception as error:  # One variant must not lose the others' rows.
             click.echo(f"{name}: {type(error).__name__}: {error}", err=True)
             fine = False
             continue
         made = report(name, outcome, plain, kinds, noise, base)
-        rows.write(OUT, made, append=True)
+        rows.write(opts["output"], made, append=True)
         fine = fine and all(row["near_ties_only"] for row in made)
     return fine
 
@@ -264,6 +277,7 @@ def _gpu() -> str:
 @click.option("--random", is_flag=True, help="Small random models: a test of this script.")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--threads", default=2, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=OUT, help="Where the rows go.")
 @click.option("--append/--replace", default=False, help="Keep the rows that are there.")
 def main(**opts: Any) -> None:
     """Identity of ar, dense and exact on real prompts, tokens a dense check; rows to bench/results/exact.jsonl."""
