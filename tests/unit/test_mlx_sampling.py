@@ -20,7 +20,7 @@ from dustin.backends.mlx_metal.set_ops import descending
 from dustin.backends.numpy_reference.backend import create as create_numpy
 from dustin.interfaces import HostVerdict, TokenSet, WarpBatch
 
-OURS, SPEC = create("cpu"), create_numpy()
+OURS, SPEC = create("auto"), create_numpy()
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NEUTRAL |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 WARPS: list[dict[str, Any]] = [
