@@ -30,8 +30,8 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line that made this row, as a user would type it."""
-    return "python -m bench " + " ".join(sys.argv[1:])
+    """The command line that made this row, as a user would type it; BENCH_COMMAND where a script knows better."""
+    return os.environ.get("BENCH_COMMAND") or "python -m bench " + " ".join(sys.argv[1:])
 
 
 def processor() -> str:

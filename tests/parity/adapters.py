@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dustin.backends.numpy_reference.backend import NumpyBackend
-from dustin.interfaces import Backend, Tap, TokenSet, Verdict
+from dustin.interfaces import Backend, Tap, TokenSet, Verdict, WarpBatch
 from tests.parity.harness import Implementation, Inputs, ParityError, relative_rms
 
 ToArray = Callable[[np.ndarray], Any]
@@ -65,7 +65,19 @@ def implementations(backend: Backend, to_array: ToArray, to_numpy: ToNumpy) -> d
         inflight = None if i["inflight"] is None else tokens(i["inflight"])
         return {"probabilities": to_numpy(backend.probabilities(to_array(i["logits"]), i["warp"], i["context"], inflight))}
 
+    def favour(i: Inputs) -> dict[str, Any]:
+        drafts = tokens(i["drafts"])
+        steps = [to_array(np.ascontiguousarray(i["logits"][:, t : t + 1])) for t in range(i["drafts"].shape[1])]
+        # One step from distributions, the others from logits: drafters have either.
+        parts = [backend.confidence(step, None) for step in steps]
+        neutral = WarpBatch(*([value] * len(i["logits"]) for value in (1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0)))  # type: ignore[arg-type]
+        parts[0] = backend.confidence(steps[0], backend.probabilities(steps[0], neutral, None, None))
+        sure = backend.concat_tokens(parts)
+        made = backend.favour(to_array(i["logits"]), drafts, i["num_drafts"], sure, i["threshold"])
+        return {"logits": to_numpy(made), "sure": to_numpy(sure)}
+
     return {
+        "favour": favour,
         "select": select,
         "accumulate": accumulate,
         "smooth": smooth,

@@ -360,6 +360,14 @@ def _select_cases() -> list[Case]:
     return [*out, Case("select-long", "select", long)]
 
 
+def routed(rng: np.random.Generator, *, num_drafts: Sequence[int], vocab: int = 97, width: int = 4) -> Inputs:
+    """Inputs of favour: every second row of logits is peaked, so that the threshold of a half parts them widely."""
+    logits = rng.standard_normal((len(num_drafts), width + 1, vocab))
+    logits[:, ::2, 3] += 9.0
+    drafts = rng.integers(0, vocab, (len(num_drafts), width))
+    return {"logits": quantise(logits, "fp32"), "drafts": drafts, "num_drafts": list(num_drafts), "threshold": 0.5}
+
+
 def _accept_cases() -> list[Case]:
     patterns = {
         "none": ([0, 0, 0], [5, 5, 5]),
@@ -409,6 +417,7 @@ CASES: tuple[Case, ...] = (
     *_score_cases(),
     *_select_cases(),
     *_accept_cases(),
+    Case("favour", "favour", functools.partial(routed, num_drafts=[4, 0, 2])),
     Case("probabilities-warps", "probabilities", warps),
     Case("probabilities-one-row", "probabilities", functools.partial(warps, rows=1, inflight=4)),
     Case("probabilities-ties", "probabilities", functools.partial(warps, ties=True)),

@@ -18,6 +18,7 @@ arrays of dtype `case.dtype`, calls, and converts back. Input values are exact i
 | accept_greedy | drafts [B,G], num_drafts, logits [B,G+1,V] | num_accepted, tokens, finite |
 | accept_sampled | drafts, num_drafts, q ([B,G,V] or None), p [B,G+1,V], logits, accept_uniforms, next_uniforms | the same |
 | probabilities | logits [B,T,V], warp (WarpBatch), context, inflight | probabilities [B,T,V] |
+| favour | logits [B,G+1,V], drafts [B,G], num_drafts, threshold | logits, sure (confidence of each row's own logits [B,G]) |
 | append_rollback | batch, capacity, num_kv_heads, head_dim, steps | lengths (after each step), dropped, keys, values |
 """
 
@@ -129,6 +130,11 @@ def specification(op: str, inputs: Inputs) -> dict[str, Any]:
     if op == "probabilities":
         logits = i["logits"].astype(np.float64)
         return {"probabilities": sampling.probabilities(logits, i["warp"], i["context"], i["inflight"])}
+    if op == "favour":
+        rows = i["logits"].astype(np.float64)[:, :-1]
+        sure = np.concatenate([sampling.confidence(rows[:, t : t + 1], None) for t in range(rows.shape[1])], 1)
+        logits = sampling.favour(i["logits"].astype(np.float64), i["drafts"], i["num_drafts"], sure, i["threshold"])
+        return {"logits": logits, "sure": sure}
     if op == "append_rollback":
         return _cache_script(i)
     if op == "accept_greedy":
@@ -218,6 +224,11 @@ def check(impl: Implementation, case: Case) -> None:
             _same(case, f"tokens cut from probabilities[{b}, {t}]", p[b, t][exact == 0], exact[exact == 0])
             # Below 1e-30 fp32 may underflow; above, a kept token must keep its mass.
             _require(bool((p[b, t][exact > 1e-30] > 0).all()), case, f"probabilities[{b}, {t}] cut a token that is kept")
+    elif case.op == "favour":
+        _close(case, "sure", np.asarray(got["sure"]), want["sure"])
+        forced = want["logits"] > 1e29
+        _same(case, "favoured drafts", np.asarray(got["logits"]) > 1e29, forced)
+        _close(case, "logits", np.where(forced, 0, np.asarray(got["logits"])), np.where(forced, 0, want["logits"]))
     elif case.op == "append_rollback":
         _same(case, "lengths", got["lengths"], want["lengths"])
         _same(case, "dropped", got["dropped"], want["dropped"])

@@ -87,7 +87,7 @@ def kernels(dtype: mx.Dtype) -> dict[str, Implementation]:
 
 
 INNER = ("dense_verify", "sparse_verify", "score", "score_within", "page_scores", "append_rollback")
-WHOLE = ("select", "accumulate", "smooth", "keep_mass", "measures", "accept_greedy", "accept_sampled", "probabilities")
+WHOLE = ("favour", "select", "accumulate", "smooth", "keep_mass", "measures", "accept_greedy", "accept_sampled", "probabilities")
 
 
 class Loose(Case):
