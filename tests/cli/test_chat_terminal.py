@@ -59,7 +59,8 @@ class Terminal:
         pytest.fail("the screen never came:\n" + "\n".join(screen))
 
     def wait_for(self, text: str) -> list[str]:
-        return self.wait(lambda screen: any(text in line for line in screen))
+        """Text that may be cut by the edge of the screen."""
+        return self.wait(lambda _: text in self.run("capture-pane", "-p", "-J", "-t", "test"))
 
     def wait_for_prompt(self) -> list[str]:
         return self.wait(lambda screen: bool(filled := [line for line in screen if line]) and filled[-1].rstrip() == ">")
@@ -128,7 +129,7 @@ def test_a_long_paste_is_one_message(terminal: Callable[..., Terminal], slow: Pa
     one.wait_for("[cut at --max-tokens 3")
     one.wait_for_prompt()
     one.type(f"/save {save}")
-    one.wait_for("saved")
+    one.wait_for("1 answers saved")
     assert json.loads(save.read_text())["turns"][0]["content"] == text
     one.keys("C-d")
     one.wait_for("left with 0")
@@ -151,7 +152,7 @@ def test_history_editing_and_several_lines(terminal: Callable[..., Terminal], sl
     one.wait_for_prompt()
     one.keys("/", "s", "a", "Tab")
     one.type(f" {save}")
-    one.wait_for("saved")
+    one.wait_for("1 answers saved")
     one.keys("C-d")
     one.wait_for("left with 0")
     text = json.loads(save.read_text())["turns"][0]["content"]
@@ -192,3 +193,27 @@ def test_only_answers_reach_a_redirected_stdout(terminal: Callable[..., Terminal
         input=b"hello\n", capture_output=True, check=True, cwd=ROOT, env=environment,
     )  # fmt: skip
     assert out.read_bytes() == piped.stdout
+
+
+def test_a_second_ctrl_c_cuts_a_long_step_and_the_session_goes_on(
+    terminal: Callable[..., Terminal], slow: Path, tmp_path: Path
+) -> None:
+    one = terminal()
+    (tmp_path / "long.txt").write_text("word " * 4000)
+    one.type(command(slow, "-n", 3, "--prefill-chunk", 8192))
+    one.wait_for_prompt()
+    one.type(f"/file {tmp_path / 'long.txt'}")
+    one.wait_for("20000 tokens")
+    one.type("hello")
+    time.sleep(1)
+    one.keys("C-c")  # a step of many seconds: the first asks, ...
+    one.wait_for("[stopping after this step")
+    one.keys("C-c")  # ... the second insists
+    one.wait_for("Ctrl-C again")
+    one.wait_for_prompt()
+    one.type("/reset")
+    one.wait_for("forgotten")
+    one.type("hello again")
+    one.wait_for("[cut at")
+    one.keys("C-d")
+    one.wait_for("left with 0")
