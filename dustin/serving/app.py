@@ -193,6 +193,8 @@ class Server:
                 sink = TextStream(session.tokenizer, ask.stop, continues=not ask.chat)
             job = Job(prompt, ask.request(index, limit), sink, _nowhere)
             echoed = self._echo(session, ask, index // ask.n, prompt)
+            if ask.echo:
+                job.prompt_top_logprobs = ask.top_logprobs
             choice = replies.Choice(index, job, session.tokenizer, echoed)
             job.deliver = _deliverer(loop, inbox, choice)
             choices.append(choice)

@@ -117,16 +117,35 @@ class Choice:
         for name in names:
             offsets.append(offset)
             offset += len(name)
-        best = [
-            {self._name(token)[0]: _finite(value) for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True)}
-            for entry in entries
-        ]
+        best: list[dict[str, float] | None] = [self._alternatives(entry) for entry in entries]
         return {
             "tokens": names,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": best if any(best) else None,
             "text_offset": offsets,
         }
+
+    def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True):
+            # Parts of characters share a name: the best of them stands for all.
+            found.setdefault(self._name(token)[0], _finite(value))
+        return found
+
+    def echoed_logprobs(self) -> dict[str, Any]:
+        """Those of an echoed prompt: its first token has none."""
+        first = TokenLogprobs(self.job.prompt[0], 0.0)
+        entries = [first, *self.job.prompt_logprobs]
+        made = self.completion_logprobs(entries, 0)
+        made["token_logprobs"][0] = None
+        if made["top_logprobs"]:
+            made["top_logprobs"][0] = None
+        return made
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of one completion's log-probabilities."""
+    return {name: (first[name] or []) + (second[name] or []) or None for name in first}
 
 
 def _finite(value: float) -> float:
@@ -198,6 +217,8 @@ class Reply:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
             logprobs = choice.completion_logprobs(choice.entries, len(choice.echoed)) if self.wants_logprobs else None
+            if logprobs is not None and choice.job.prompt_top_logprobs is not None:
+                logprobs = _joined(choice.echoed_logprobs(), logprobs)
             content = {"text": text}  # type: ignore[dict-item]
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
@@ -207,7 +228,8 @@ class Reply:
         """What a choice begins with: the role, or the echoed prompt."""
         if self.chat:
             return self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, None, None)
-        return self._chunk(choice, {"text": choice.echoed}, None, None) if choice.echoed else None
+        logprobs = choice.echoed_logprobs() if choice.job.prompt_top_logprobs is not None else None
+        return self._chunk(choice, {"text": choice.echoed}, logprobs, None) if choice.echoed else None
 
     def piece(self, choice: Choice, events: Sequence[Event]) -> dict[str, Any] | None:
         """A chunk of new text (None while all of it is held back)."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.generation import Session
+from dustin.interfaces import TokenLogprobs
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.serving.failures import RequestFailure, engine_failed, queue_full, timed_out, unavailable
 from dustin.serving.options import ServerOptions
@@ -28,13 +29,16 @@ _MOST_FAILURES = 3
 class Job:
     """One sequence asked for. `deliver` is called in the engine's thread with new events, or with None when there will be none.
 
-    `failure` is set before that last call where the job did not finish. Times are of time.monotonic.
+    `failure` is set before that last call where the job did not finish. With `prompt_top_logprobs` the `prompt_logprobs` are there
+    when the first event comes. Times are of time.monotonic.
     """
 
     prompt: list[int]
     request: RequestOptions
     sink: TextSink | None
     deliver: Callable[[list[Event] | None], None]
+    prompt_top_logprobs: int | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     created: float = field(default_factory=time.monotonic)
     cached_tokens: int = 0
     sequence: Sequence | None = None
@@ -269,7 +273,7 @@ class Scheduler:
         slot = max(engine.free, key=lambda slot: (engine.reusable(slot, job.prompt), -self._used.get(slot, -1)))
         eos = frozenset(tokenizer.eos_ids) if tokenizer is not None else frozenset()
         job.sequence = Sequence(slot, job.prompt, job.request, job.request.max_tokens, eos, job.sink)
-        engine.admit(job.sequence)
+        engine.admit(job.sequence, job.prompt_top_logprobs)
         self._running[slot] = job
 
     def _hand_out(self, events: list[Event]) -> None:
@@ -282,6 +286,7 @@ class Scheduler:
             if job.first_at is None:
                 job.first_at = now
                 job.cached_tokens = self._the_engine.reused[slot]
+                job.prompt_logprobs = self._the_engine.prompt_logprobs.pop(slot, [])
                 self.watcher.first_token(now - job.created)
             else:
                 self.watcher.tokens(len(batch), now - (job.last_at or now))

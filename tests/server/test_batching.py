@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 from dustin.config import RequestOptions, SamplingOptions
 from dustin.generation import Session
 from tests import tiny_model
-from tests.server.helpers import running, tiny_session
+from tests.server.helpers import events, running, tiny_session
 
 COUNT = 14
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew tea for their very old cat".split()
@@ -100,6 +100,33 @@ def test_greedy_and_sampled_requests_in_one_batch(folders: tuple[Path, Path]) ->
         bodies = list(pool.map(lambda job: server.complete(job[0], max_tokens=20, ignore_eos=True, **job[1]).json(), jobs))
     expected = [alone(session, prompt, 20, **sampling) for prompt, sampling in jobs]
     assert [body["choices"][0]["text"] for body in bodies] == expected
+
+
+def test_log_probabilities_of_an_echoed_prompt(folders: tuple[Path, Path]) -> None:
+    """What lm-eval sends to /v1/completions to score continuations: token ids, echo, one token, one alternative."""
+    import torch
+
+    session = tiny_session(folders[0], mode="auto", **SMALL)
+    texts = [list(session.encode(prompt)) for prompt in prompts(5)]
+    body = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    with running(session, slots=3) as server:
+        choices = server.complete(texts, **body).json()["choices"]
+        streamed = events(server.complete(texts[0], stream=True, **body))
+        again = server.complete(texts[0], **body).json()
+    for tokens, choice in zip(texts, choices, strict=True):
+        ids = torch.tensor([tokens])
+        out = session.target.forward(ids, [len(tokens)], session.target.new_cache(1, len(tokens)))
+        expected = out.logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(tokens) + 1 == len(found["top_logprobs"]) and found["token_logprobs"][0] is None
+        assert found["token_logprobs"][1:-1] == pytest.approx(expected.tolist(), abs=1e-4)
+        best = [max(top.values()) for top in found["top_logprobs"][1:]]
+        assert best[:-1] == pytest.approx(out.logits[0, :-1].log_softmax(-1).amax(-1).tolist(), abs=1e-4)
+        assert choice["text"].startswith(session.tokenizer.decode(tokens))  # type: ignore[union-attr]
+    mine = streamed[0]["choices"][0]["logprobs"]["token_logprobs"][1:]
+    assert mine == pytest.approx(choices[0]["logprobs"]["token_logprobs"][1:-1], abs=1e-4)
+    assert again["choices"][0]["logprobs"]["tokens"] == choices[0]["logprobs"]["tokens"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_exact_samples_with_lagged_sets_or_not_at_all(folders: tuple[Path, Path]) -> None:

@@ -43,8 +43,9 @@ def test_a_completion_with_the_openai_client(server: Running) -> None:
     answer = server.open_ai().completions.create(model="toy", prompt="Z", max_tokens=9, logprobs=2, echo=True)
     choice = answer.choices[0]
     assert choice.text == "Z" + cycle(10)[1:]
-    assert len(choice.logprobs.tokens) == 9 and choice.logprobs.text_offset[0] == 1
-    assert choice.logprobs.token_logprobs[0] == pytest.approx(0, abs=1e-3) and len(choice.logprobs.top_logprobs[0]) == 2
+    assert len(choice.logprobs.tokens) == 10 and choice.logprobs.text_offset[:2] == [0, 1]
+    assert choice.logprobs.token_logprobs[0] is None and choice.logprobs.token_logprobs[1] == pytest.approx(0, abs=1e-3)
+    assert choice.logprobs.top_logprobs[0] is None and len(choice.logprobs.top_logprobs[1]) == 2
 
 
 def test_models(server: Running) -> None:
