@@ -138,8 +138,8 @@ class Choice:
         entries = [first, *self.job.prompt_logprobs]
         made = self.completion_logprobs(entries, 0)
         made["token_logprobs"][0] = None
-        if made["top_logprobs"]:
-            made["top_logprobs"][0] = None
+        if self.job.prompt_top_logprobs:
+            made["top_logprobs"] = [None, *map(self._alternatives, self.job.prompt_logprobs)]
         return made
 
 
