@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dustin.config import EngineOptions
-from dustin.interfaces import Array, Backend, Drafts, KVCache, Model, RoundState, Tap
+from dustin.interfaces import Array, Backend, Drafts, GreedyChain, KVCache, Model, RoundState, Tap
 from dustin.prefill import padded_tokens, prefill
 from dustin.stats import Stats
 
@@ -154,12 +154,16 @@ class ModelDrafter(NoDrafter):
         drafted: list[Array] = []
         distributions: list[Array] = []
         queries = []
+        if not (self._options.min_draft_confidence or self._options.route_confidence):
+            at_once = self._propose_at_once(state, cache, fed, counts)
+            if at_once is not None:
+                return at_once
         doubt = Confidence(backend, self._options, state)
         for step in range(state.max_drafts):
             token_set = None
             if self._options.sparse_draft and state.draft_set is not None:
                 token_set = backend.extend(state.draft_set, state.set_lengths, cache.lengths)
-            self._count_read(cache, state, token_set is not None)
+            self._count_read(cache.lengths, state, token_set is not None)
             before = cache.lengths
             out = self._draft.forward(fed, counts, cache, token_set=token_set, tap=self._last_row_tap, logits="last")
             if token_set is None:
@@ -183,14 +187,33 @@ class ModelDrafter(NoDrafter):
             doubt.joined(),
         )
 
+    def _propose_at_once(self, state: RoundState, cache: KVCache, fed: Array, counts: list[int]) -> Drafts | None:
+        """All greedy steps in one call of a model that can; None where it cannot, or draws."""
+        if not isinstance(self._draft, GreedyChain) or not state.warp.greedy or state.warp.penalised:
+            return None
+        token_set = state.draft_set if self._options.sparse_draft else None
+        before, steps = cache.lengths, state.max_drafts
+        made = self._draft.draft_greedy(
+            fed, counts, cache, steps, token_set=token_set, set_lengths=state.set_lengths, tap=self._last_row_tap
+        )
+        if made is None:
+            return None
+        for step in range(steps):
+            at = [n + (count + step - 1 if step and count else 0) for n, count in zip(before, counts, strict=True)]
+            self._count_read(at, state, token_set is not None)
+        if token_set is None:
+            known = zip(self.dense_rows, before, cache.lengths, strict=True)
+            self.dense_rows = [now if dense == then else dense for dense, then, now in known]
+        return Drafts(made[0], state.num_drafts, None, made[1])
+
     def commit(self, lengths: Sequence[int]) -> None:
         """Row b has lengths[b] tokens, the last of which the draft has not seen (M = L_old + min(n, gamma - 1))."""
         if self.cache is not None:
             self.cache.rollback([min(seen, length - 1) for seen, length in zip(self.cache.lengths, lengths, strict=True)])
             self.dense_rows = [min(dense, seen) for dense, seen in zip(self.dense_rows, self.cache.lengths, strict=True)]
 
-    def _count_read(self, cache: KVCache, state: RoundState, sparse: bool) -> None:
-        rows = (min(n, self._options.budget) if sparse else n for n, on in zip(cache.lengths, state.active, strict=True) if on)
+    def _count_read(self, lengths: Sequence[int], state: RoundState, sparse: bool) -> None:
+        rows = (min(n, self._options.budget) if sparse else n for n, on in zip(lengths, state.active, strict=True) if on)
         self.stats.draft_kv_bytes_read += sum(rows) * self._draft.spec.bytes_per_kv_token
 
 

@@ -15,6 +15,7 @@ from dustin.backends.torch_triton import rope
 from dustin.backends.torch_triton.cache import check_forward
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
+from dustin.backends.torch_triton.cuda_draft import DraftChain
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
@@ -61,7 +62,7 @@ class CudaModel:
         for engine in self._engines:
             engine.forward.head, engine.forward.vocab_size = self._head, size
             engine.graphs.clear()
-            engine.memory = None
+            engine.memory = engine.chain = None
 
     def new_cache(self, batch: int, capacity: int) -> PagedCache:
         """An empty cache: see Model.new_cache. Pages come from a pool of this model, which lives on for later caches."""
@@ -114,6 +115,37 @@ class CudaModel:
             queries = queries if last_row_only else {layer: q[:, :rows] for layer, q in queries.items()}
         return ForwardResult(out, queries)
 
+    @torch.inference_mode()
+    def draft_greedy(
+        self,
+        tokens: torch.Tensor,
+        num_tokens: Sequence[int],
+        cache: PagedCache,
+        steps: int,
+        *,
+        token_set: TokenSet | None = None,
+        set_lengths: Sequence[int] = (),
+        tap: Tap | None = None,
+    ) -> tuple[torch.Tensor, Mapping[int, torch.Tensor]] | None:
+        """See GreedyChain.draft_greedy. None where the steps must be taken one by one."""
+        simple = token_set is None or not (token_set.by_layer or token_set.dense_layers)
+        if self.peers is not None or not simple or tokens.shape[1] > EXACT_ROWS or not any(num_tokens):
+            return None
+        counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, "last")
+        cache.check_room([n + steps - 1 if n else 0 for n in counts])
+        engine = self._engine(cache.pool)
+        if engine.chain is None:
+            engine.chain = DraftChain(engine.forward)
+        what = f"{self.spec.name}, {steps} draft steps of {len(counts)} rows"
+        with named_shortage(what, "lower --max-kv-size, or send fewer prompts at once"):
+            drafts, queries, memory = engine.chain.run(
+                tokens, counts, cache, steps, token_set, set_lengths, heads, self.use_graphs, engine.memory
+            )
+        engine.memory = engine.memory or memory
+        self.capture_seconds = sum(e.capture_seconds + (e.chain.seconds if e.chain else 0.0) for e in self._engines)
+        cache.advance([n + steps - 1 if n else 0 for n in counts])
+        return drafts, queries
+
     def _nothing(self, batch: int, rows: int, heads: Mapping[int, tuple[int, ...]], tap: Tap | None, logits: str) -> ForwardResult:
         """The result where no row takes part."""
         kept = 1 if tap is not None and tap.last_row_only else rows
@@ -156,6 +188,7 @@ class _Engine:
     graphs: dict[tuple[Any, ...], tuple[_Static, Captured]] = field(default_factory=dict)
     capture_seconds: float = 0.0
     memory: Any = None
+    chain: DraftChain | None = None
 
 
 class _Call:

@@ -167,3 +167,43 @@ def test_backend_equals_the_cpu_backend():
             assert all(x == y for x, y, fine in zip(mine.tokens, its.tokens, its.finite, strict=True) if fine)
     assert torch.equal(cpu.argmax(logits[:1]), cuda.argmax(logits[:1]))
     assert cuda.accept_greedy(cuda.tokens([[], []]), [0, 0], logits[:, :1]).num_accepted.tolist() == [0, 0]
+
+
+@interpreted
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_chain_of_draft_steps_equals_the_steps_one_by_one(sparse):
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.interfaces import GreedyChain, Tap, TokenSet
+
+    _, model = make_models()
+    assert isinstance(model, GreedyChain)
+    backend = CudaBackend(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(4)
+    prompt = torch.randint(0, 50, (3, 40), generator=generator)
+    fed, counts = torch.randint(0, 50, (3, 2), generator=generator), [2, 0, 1]
+    chosen, starts = None, [35, 90, 31]
+    if sparse:
+        indices = torch.tensor([[0, 3, 7, 30, 34], [0, 1, 2, 3, 4], [5, 9, 29, 30, 0]], dtype=torch.int32)
+        chosen = TokenSet(indices, torch.tensor([5, 5, 4], dtype=torch.int32))
+    tap = Tap({0: (0, 3), 1: (2,)}, last_row_only=True)
+    caches = [model.new_cache(3, 60) for _ in range(2)]
+    for cache in caches:
+        model.forward(prompt, [38, 20, 33], cache, logits="none")
+    steps, tokens, now, queries = 4, fed, counts, []
+    expected = []
+    for _ in range(steps):
+        token_set = backend.extend(chosen, starts, caches[0].lengths) if chosen is not None else None
+        out = model.forward(tokens, now, caches[0], token_set=token_set, tap=tap, logits="last")
+        tokens, now = backend.argmax(out.logits), [int(n > 0) for n in counts]
+        expected.append(tokens)
+        queries.append(out.queries)
+    made = model.draft_greedy(fed, counts, caches[1], steps, token_set=chosen, set_lengths=starts, tap=tap)
+    assert made is not None
+    assert caches[0].lengths == caches[1].lengths == (43, 20, 37)
+    for b in (0, 2):
+        assert torch.equal(made[0][b], torch.cat(expected, 1)[b])
+        for layer in tap.heads:
+            assert near(made[1][layer][b], torch.cat([q[layer] for q in queries], 1)[b])
+    assert model.draft_greedy(fed, counts, caches[1], 2, token_set=TokenSet(prompt, prompt, dense_layers=(0,)), tap=tap) is None
+    with pytest.raises(ValueError, match="num_tokens"):
+        model.draft_greedy(fed, counts, caches[1], 30, tap=tap)
