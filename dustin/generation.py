@@ -13,8 +13,8 @@ from dustin.config import EngineOptions, RequestOptions
 from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
+from dustin.evidence import PriceList
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
-from dustin.planning import PriceList
 from dustin.profile_file import scoring_of
 from dustin.responses import GenerationResponse, GenerationResult
 from dustin.scoring import Scoring

@@ -8,21 +8,15 @@ plan: a plan that never ran is priced from those that did. The price list outliv
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dustin.evidence import MEMORY_TOKENS, Costs, Habits, PriceList
 from dustin.interfaces import ModelSpec
 
 # Without a draft model a speculative round must promise this much before it is tried: KV bytes of a plain step over weight bytes.
 _MIN_KV_SHARE = 0.4
-# Old evidence fades to 1/e within so many rounds, and checked tokens: long enough to tell plans apart, short beside a text.
-_MEMORY_ROUNDS, _MEMORY_TOKENS = 40.0, 250.0
-# What a position without evidence is taken to accept, and with how many observations' weight.
-_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
-# Agreement of the sparse target with the dense one, a token: the real pair measured 0.9 to 0.99.
-_CHECK_PRIOR = 0.93
 # Change plans for this much more speed. A mode out of use gets a look for a share of the time: the larger one while it would
 # win if the evidence were one standard error better.
 _MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.15
@@ -42,168 +36,6 @@ class Plan:
     def __str__(self) -> str:
         block = f", block {self.exact_block}" if self.exact_block else ""
         return f"{self.mode}, {self.num_draft_tokens} drafts{block}" if self.mode != "ar" else "ar"
-
-
-class Acceptance:
-    """By position, how often a draft was kept whose predecessors were: counts that fade, pooled where a position has few."""
-
-    def __init__(self) -> None:
-        self._tested: defaultdict[int, float] = defaultdict(float)
-        self._kept: defaultdict[int, float] = defaultdict(float)
-
-    def observe(self, accepted: Sequence[int], planned: int) -> None:
-        """One round: row b kept accepted[b] of `planned` drafts (a row for which nothing was found kept none)."""
-        fade = math.exp(-1 / _MEMORY_ROUNDS)
-        for counts in (self._tested, self._kept):
-            for position in counts:
-                counts[position] *= fade
-        for kept in accepted:
-            for position in range(min(kept + 1, planned)):
-                self._tested[position] += 1
-                self._kept[position] += position < kept
-
-    @property
-    def known(self) -> bool:
-        """Whether anything was observed."""
-        return bool(self._tested)
-
-    def rates(self, drafts: int) -> list[float]:
-        """Chance that the draft at each position is kept when those before it are."""
-        pooled = (sum(self._kept.values()) + _PRIOR * _PRIOR_WEIGHT) / (sum(self._tested.values()) + _PRIOR_WEIGHT)
-        kept, tested, prior = self._kept.get, self._tested.get, pooled * _PRIOR_WEIGHT
-        return [(kept(i, 0.0) + prior) / (tested(i, 0.0) + _PRIOR_WEIGHT) for i in range(drafts)]
-
-    def tokens(self, drafts: int, doubt: float = 0.0) -> float:
-        """Expected tokens of a round with so many drafts: the kept ones and one of the target's own."""
-        total, alive = 1.0, 1.0
-        # Positions share what they know, so the error is that of all observations together.
-        seen = sum(self._tested.values()) + _PRIOR_WEIGHT
-        for rate in self.rates(drafts):
-            alive *= min(1.0, rate + doubt * math.sqrt(rate * (1 - rate) / seen)) if doubt else rate
-            total += alive
-        return total
-
-    def faded(self, weight: float) -> Acceptance:
-        """A copy in which no position has more than `weight` observations."""
-        copy = Acceptance()
-        for position, tested in self._tested.items():
-            share = min(1.0, weight / tested) if tested else 0.0
-            copy._tested[position] = tested * share
-            copy._kept[position] = self._kept[position] * share
-        return copy
-
-
-class Clock:
-    """Seconds by a size (drafts of a round, tokens of a check): the last few measurements of each, a line between them.
-
-    The first of a size pays for compilation and capture: it counts as an upper bound until there is a second.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[int, float] = {}
-        self._seen: dict[int, deque[float]] = {}
-
-    def observe(self, size: int, seconds: float) -> None:
-        """One measurement."""
-        if size not in self._first:
-            self._first[size] = seconds
-        else:
-            self._seen.setdefault(size, deque(maxlen=9)).append(seconds)
-
-    def count(self, size: int) -> int:
-        """How often a size was measured (up to ten), the first time included."""
-        return (size in self._first) + len(self._seen.get(size, ()))
-
-    @property
-    def sizes(self) -> list[int]:
-        """What was measured twice or more."""
-        return sorted(self._seen)
-
-    def measured(self, size: int) -> float:
-        """Mean seconds without outliers (what lies above three medians: a capture, a pause of the machine)."""
-        times = sorted(self._seen[size])
-        usual = [t for t in times if t <= 3 * times[len(times) // 2]]
-        return sum(usual) / len(usual)
-
-    def seconds(self, size: int, zero: float) -> float | None:
-        """Measured, or on the line through the nearest measured sizes; `zero` is what size 0 takes. None without any."""
-        if size in self._seen:
-            return self.measured(size)
-        bound = self._first.get(size)
-        if not self._seen:
-            return bound
-        known = {0: zero} | {n: self.measured(n) for n in self._seen}
-        below = max((n for n in known if n < size), default=0)
-        above = min((n for n in known if n > size), default=None)
-        if above is None:
-            above, below = below, max((n for n in known if n < below), default=below)
-        slope = max(0.0, (known[above] - known[below]) / (above - below)) if above != below else 0.0
-        line = max(1e-9, known[below] + slope * (size - below))
-        return line if bound is None else min(line, bound)
-
-
-class Costs:
-    """Seconds for one size of batch and context; what was not measured here is taken from a neighbouring size, scaled.
-
-    `plain` of size 0, `dense` and `sparse` rounds by drafts, `check` by the tokens of a block.
-    """
-
-    def __init__(self, base: Costs | None = None) -> None:
-        self.clocks = {kind: Clock() for kind in ("plain", "dense", "sparse", "check")}
-        self._base = base
-        self._ratio = 1.0
-
-    def observe(self, kind: str, size: int, seconds: float) -> None:
-        """One measurement; where the neighbour has the same, it tells how the two sizes compare."""
-        self.clocks[kind].observe(size, seconds)
-        if self._base is not None and size in self._base.clocks[kind].sizes and size in self.clocks[kind].sizes:
-            ratio = self.clocks[kind].measured(size) / self._base.clocks[kind].measured(size)
-            self._ratio += 0.3 * (ratio - self._ratio)
-
-    def count(self, kind: str, size: int) -> int:
-        """Measurements of this size, or of the neighbour's."""
-        return max(self.clocks[kind].count(size), self._base.count(kind, size) if self._base is not None else 0)
-
-    def seconds(self, kind: str, size: int, zero: float = 0.0) -> float | None:
-        """Best estimate: measured here, measured next door, on a line; None without any measurement."""
-        here = self.clocks[kind]
-        if size in here.sizes or self._base is None:
-            return here.seconds(size, zero)
-        there = self._base.seconds(kind, size, zero / self._ratio)
-        return here.seconds(size, zero) if there is None else there * self._ratio
-
-
-@dataclass
-class Habits:
-    """What rounds bring, apart from the machine: acceptance in dense and in sparse rounds, agreement a checked token."""
-
-    dense: Acceptance = field(default_factory=Acceptance)
-    sparse: Acceptance = field(default_factory=Acceptance)
-    kept: float = _CHECK_PRIOR * _PRIOR_WEIGHT
-    checked: float = _PRIOR_WEIGHT
-    # Sparse rounds of a block over those that mean acceptance promises: the last round overshoots, the slowest row counts.
-    rounds_factor: float = 1.0
-
-    def faded(self) -> Habits:
-        """A copy for the next text, with the weight of a few observations."""
-        share = min(1.0, 8.0 / self.checked)
-        return Habits(self.dense.faded(8.0), self.sparse.faded(8.0), self.kept * share, self.checked * share, self.rounds_factor)
-
-
-class PriceList:
-    """Costs by drafter, batch and context (powers of two) and the latest habits, kept over the runs of a session."""
-
-    def __init__(self) -> None:
-        self._costs: dict[tuple[str, int, int], Costs] = {}
-        self.habits: dict[str, Habits] = {}
-
-    def of(self, drafter: str, lengths: Sequence[int], last: Costs | None) -> Costs:
-        """The costs at these lengths (tokens of each active row); new ones start from `last` or any of this drafter."""
-        key = (drafter, len(lengths).bit_length(), (sum(lengths) // max(1, len(lengths))).bit_length())
-        if key not in self._costs:
-            same = [costs for (name, _, _), costs in self._costs.items() if name == drafter]
-            self._costs[key] = Costs(last if last in same else same[-1] if same else None)
-        return self._costs[key]
 
 
 @dataclass
@@ -382,7 +214,7 @@ class AutoPlanner:
             elif look.kind == "check":
                 pairs = list(zip(look.accepted, look.offered, strict=True))
                 checked = sum(kept + (kept < offered) for kept, offered in pairs)
-                fade = math.exp(-checked / max(1, len(pairs)) / _MEMORY_TOKENS)
+                fade = math.exp(-checked / max(1, len(pairs)) / MEMORY_TOKENS)
                 habits.kept = habits.kept * fade + sum(look.accepted)
                 habits.checked = habits.checked * fade + checked
         rounds = sum(look.kind == "sparse" for look in looks)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from dustin.evidence import Acceptance, Clock
 from dustin.interfaces import ModelSpec
-from dustin.planning import Acceptance, AutoPlanner, Clock, Look, Plan
+from dustin.planning import AutoPlanner, Look, Plan
 
 SPEC = ModelSpec("t", "x", 4, 4, 2, 8, 100, 100_000, "float32", "f", bytes_per_kv_token=1, weight_bytes=1)
 BUDGET = 1024
