@@ -257,6 +257,29 @@ def calibrate(
     longest = min([target.spec.context_length, *([draft.spec.context_length] if draft else [])])
     if options.context + options.tokens + 8 > longest:
         raise UsageError(f"context is {options.context} tokens and {options.tokens} more, expected at most {longest} in all")
+    prepared = getattr(backend, "plain_selection", None)
+    if prepared is not None:
+        backend.plain_selection = True  # type: ignore[attr-defined]
+    try:
+        return _calibrate(backend, target, draft, tokenizer, options, say, name, began)
+    finally:
+        if prepared is not None:
+            backend.plain_selection = prepared  # type: ignore[attr-defined]
+
+
+def _calibrate(
+    backend: Measures,
+    target: Model,
+    draft: Model | None,
+    tokenizer: Tokenizer,
+    options: CalibrationOptions,
+    tell: Callable[[str], None],
+    name: str,
+    began: float,
+) -> Profile:
+    def say(line: str) -> None:
+        tell(f"[{time.perf_counter() - began:5.1f} s] {line}")
+
     rankings, answered = _retrieval(backend, target, draft, tokenizer, options, say)
     replay = record(backend, target, draft, tokenizer, options, say)
     ready = time.perf_counter()

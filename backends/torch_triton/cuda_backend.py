@@ -25,10 +25,15 @@ from dustin.triton_kernels.select_tokens import select_tokens
 
 # Rows times heads of a kv head that score_heads takes at once.
 SCORE_ROWS = 128
+# Larger sets (pools) are chosen by torch's own operations: the kernel sorts what it chooses in registers.
+MAX_SELECTED = 2048
 
 
 class CudaBackend(TorchBackend):
     """Backend of interfaces.py on a CUDA device (or, under TRITON_INTERPRET=1, on the CPU)."""
+
+    # The selection kernel is compiled for every budget and share: calibration, which tries many once, goes without it.
+    plain_selection = False
 
     def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> CudaModel:  # type: ignore[override]
         """A model from a folder of safetensors or a .gguf file. Raise ModelError with the reason, UsageError on a bad dtype."""
@@ -88,6 +93,11 @@ class CudaBackend(TorchBackend):
         num_draft_selected: int,
     ) -> TokenSet:
         """The quota rule, indices [B, budget]: see Backend.select. Raise ValueError on a budget below the protected tokens."""
+        if self.plain_selection or budget > MAX_SELECTED:
+            return super().select(
+                target_scores, draft_scores, lengths, budget=budget, num_sink_tokens=num_sink_tokens,
+                num_recent_tokens=num_recent_tokens, num_draft_selected=num_draft_selected,
+            )  # fmt: skip
         indices, counts = select_tokens(
             target_scores, draft_scores, self._ints(lengths), budget=budget, num_sink_tokens=num_sink_tokens,
             num_recent_tokens=num_recent_tokens, num_draft_selected=num_draft_selected,

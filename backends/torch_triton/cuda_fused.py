@@ -65,21 +65,20 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit
-def extend_set_kernel(
-    indices, counts, starts, stops, out, out_counts, stride_i, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+# Widths grow from call to call: a kernel compiled for each would stop the rounds.
+@triton.jit(do_not_specialize=["stride_i", "width", "out_width"])
+def extend_set_kernel(indices, counts, starts, stops, out, out_counts, stride_i, width, out_width, BLOCK: tl.constexpr):
     """Program (sequence): entries below min(start, stop) stay in place, start .. stop-1 follow them."""
     b = tl.program_id(0).to(tl.int64)
     start, stop, count = tl.load(starts + b), tl.load(stops + b), tl.load(counts + b)
     entry = tl.arange(0, BLOCK)
-    index = tl.load(indices + b * stride_i + entry, mask=entry < tl.minimum(count, WIDTH), other=2147483647)
+    index = tl.load(indices + b * stride_i + entry, mask=entry < tl.minimum(count, width), other=2147483647)
     stays = index < tl.minimum(start, stop)
     # Ascending entries: those that stay are a prefix.
     kept = tl.sum(stays.to(tl.int32), 0)
     total = kept + tl.maximum(stop - start, 0)
     value = tl.where(stays, index, start + entry - kept)
-    tl.store(out + b * OUT + entry, tl.where(entry < total, value, 0), mask=entry < OUT)
+    tl.store(out + b * out_width + entry, tl.where(entry < total, value, 0), mask=entry < out_width)
     tl.store(out_counts + b, total)
 
 
@@ -92,6 +91,6 @@ def extend_set(
     out_counts = torch.empty_like(counts)
     extend_set_kernel[(batch,)](
         indices, counts, starts, stops, out, out_counts, indices.stride(0),
-        WIDTH=k, OUT=width, BLOCK=power_of_two(max(k, width)), num_warps=4,
+        k, width, BLOCK=power_of_two(max(k, width)), num_warps=4,
     )  # fmt: skip
     return out, out_counts

@@ -122,3 +122,16 @@ def test_selectors_agree_with_the_cpu(sides, name):
 
     one, other = both(sides, call)
     assert torch.equal(one, other)
+
+
+@interpreted
+def test_plain_selection_chooses_the_same(sides):
+    backend, model, cache, queries, tap = sides[1]
+    scores = backend.score(queries, tap, model, cache, cache.lengths)
+    quota = {"budget": 30, "num_sink_tokens": 3, "num_recent_tokens": 9, "num_draft_selected": 7}
+    sets = []
+    for plain in (False, True):
+        backend.plain_selection = plain
+        sets.append(backend.select(scores, scores.flip(1).nan_to_num(neginf=0.0), cache.lengths, **quota))
+    backend.plain_selection = False
+    assert torch.equal(sets[0].indices, sets[1].indices) and torch.equal(sets[0].counts, sets[1].counts)
