@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from dustin.backends.common.checks import check_copy, check_lengths, check_memory, host_bytes
+from dustin.errors import MemoryLimitError
 
 
 def device_info() -> dict[str, Any]:
@@ -46,7 +47,13 @@ class MlxCache:
         shape = (batch, capacity, num_kv_heads, head_dim)
         self.keys = [mx.zeros(shape, dtype) for _ in range(num_layers)]
         self.values = [mx.zeros(shape, dtype) for _ in range(num_layers)]
-        mx.eval(self.keys, self.values)
+        try:
+            mx.eval(self.keys, self.values)
+        except RuntimeError as error:
+            raise MemoryLimitError(
+                f"MLX has no room for a KV cache of {self.num_bytes} bytes ({batch} sequences of {capacity} tokens): {error}. "
+                "Lower --max-kv-size or --batch"
+            ) from error
         self.fence: mx.array | None = None
         self._lengths: tuple[int, ...] = (0,) * batch
 

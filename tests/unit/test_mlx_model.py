@@ -20,6 +20,7 @@ if any(importlib.util.find_spec(module) is None for module in ("mlx", "mlx_lm", 
 import mlx.core as mx
 
 from dustin import interfaces, registry
+from dustin.backends.mlx_metal import cache as cache_module
 from dustin.backends.mlx_metal import loading, sets
 from dustin.backends.mlx_metal.backend import MlxBackend, create
 from dustin.backends.mlx_metal.cache import MlxCache
@@ -328,6 +329,32 @@ def test_cache_limits(backend, llama):
         llama.new_cache(64, 2**40)
     with pytest.raises(ValueError, match="tokens range over 0..67"):
         llama.forward(backend.tokens([[1, 67], [2]]), [2, 1], cache)
+
+
+@pytest.mark.parametrize(
+    ("info", "fits"),
+    [({"max_recommended_working_set_size": 2**40}, True), ({"max_recommended_working_set_size": 1000}, False), ({}, True)],
+)
+def test_a_gpu_says_how_much_it_takes(llama, monkeypatch, info, fits):
+    """The recommended working set less what MLX holds; where nothing is told, nothing is refused."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(cache_module, "device_info", lambda: info)
+    if fits:
+        assert llama.new_cache(1, 8).capacity == 8
+        return
+    with pytest.raises(MemoryLimitError, match="asks for 6144 bytes .1 sequences of 8 tokens., 0 are available"):
+        llama.new_cache(1, 8)
+
+
+def test_an_allocation_that_mlx_refuses(llama, monkeypatch):
+    """A GPU limits single buffers too, whatever is free."""
+
+    def refuse(*_):
+        raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum")
+
+    monkeypatch.setattr(mx, "eval", refuse)
+    with pytest.raises(MemoryLimitError, match="6144 bytes .* greater than the maximum .*--max-kv-size"):
+        llama.new_cache(1, 8)
 
 
 def test_taken_rows_are_independent(backend, llama):
