@@ -40,9 +40,16 @@ def add_kernel(
     elif BYTES > 0:
         safe = tl.minimum(tile * BLOCK_N, N - BLOCK_N) if ragged else tile * BLOCK_N
         prefetch_weights(w, safe, 0, begin, stop, K, BLOCK_N, 1, THREADS, BYTES, INSTRUCTION)
-    begin_dependent(PDL)
     rows = tl.arange(0, BLOCK_M)
     fed = rows < M
+    stored = fed[:, None] & inside[None, :]
+    # What the end needs is asked for here, so that no load waits for another there.
+    weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    begin_dependent(PDL)
+    place = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    old = tl.load(residual + place, mask=stored, other=0.0)
     if once:
         acc = tl.dot(load_rows(x, rows, fed, begin, K, BLOCK_K, PARTS), b)
         if PARTS > 1:
@@ -66,14 +73,10 @@ def add_kernel(
             tl.store(counters + tile, 0)
     if last:
         if BIAS:
-            acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        place = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        stored = fed[:, None] & inside[None, :]
-        old = tl.load(residual + place, mask=stored, other=0.0)
+            acc += shift
         new = (acc.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
         tl.store(residual + place, new, mask=stored)
         value = tl.where(stored, new.to(tl.float32), 0.0)
-        weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         tl.store(scaled + place, (value * weight).to(old.dtype), mask=stored)
         tl.store(squares + tile * M + rows, tl.sum(value * value, 1), mask=fed)
 

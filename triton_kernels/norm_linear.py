@@ -20,14 +20,6 @@ from .runtime import begin_dependent, check_counts, check_pools, check_tensor, p
 
 
 @triton.jit
-def row_scale(squares, rows, fed, tiles, M, K: tl.constexpr, eps, BLOCK_T: tl.constexpr):
-    """1 / rms of each row [BLOCK_M] from the sums of squares that the tiles of the kernel before left."""
-    t = tl.arange(0, BLOCK_T)
-    part = tl.load(squares + t[:, None] * M + rows[None, :], mask=(t < tiles)[:, None] & fed[None, :], other=0.0)
-    return tl.rsqrt(tl.sum(part, 0) / K + eps)
-
-
-@triton.jit
 def pair_kernel(
     x, squares, w, bias, out, k_pool, v_pool, page_table, lengths, num_tokens, cos, sin,
     M, tiles, stride_pt, T, positions, eps,
@@ -60,9 +52,29 @@ def pair_kernel(
     elif BYTES > 0:
         safe = tl.minimum(first, N - BLOCK_N) if ragged else first
         prefetch_weights(w, safe, offset, 0, K, K, BLOCK_N, 2, THREADS, BYTES, INSTRUCTION)
-    begin_dependent(PDL)
     rows = tl.arange(0, BLOCK_M)
     fed = rows < M
+    # What the end needs is asked for here, so that no load waits for another there. All of it but the squares is older than the
+    # kernel before: weights, and the inputs of the whole forward.
+    if BIAS:
+        bias1 = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        bias2 = tl.load(bias + columns + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if ROPE:
+        half: tl.constexpr = D // 2
+        d = (pid % blocks) * BLOCK_N + lane
+        b = (rows // T).to(tl.int64)
+        t = rows % T
+        position = tl.load(lengths + b, mask=fed, other=0).to(tl.int64) + t
+        taken = fed & (t < tl.load(num_tokens + b, mask=fed, other=0))
+        angle = tl.minimum(position, positions - 1)[:, None] * half + d[None, :]
+        turned = fed[:, None] & (head < HQ + HKV)
+        c = tl.load(cos + angle, mask=turned, other=1.0)
+        s = tl.load(sin + angle, mask=turned, other=0.0)
+        page = tl.load(page_table + b * stride_pt + position // PAGE, mask=taken & (head >= HQ), other=0).to(tl.int64)
+        slot = (page * PAGE + position % PAGE) * ROW
+    begin_dependent(PDL)
+    tile = tl.arange(0, BLOCK_T)
+    part = tl.load(squares + tile[:, None] * M + rows[None, :], mask=(tile < tiles)[:, None] & fed[None, :], other=0.0)
     if once:
         a = load_rows(x, rows, fed, 0, K, BLOCK_K, PARTS)
         y1 = tl.dot(a, b1)
@@ -77,33 +89,23 @@ def pair_kernel(
             a = load_rows(x, rows, fed, k, K, BLOCK_K, 1)
             y1 = tl.dot(a, load_weights(w, columns, inside, k, K, BLOCK_K, 1, ragged), y1)
             y2 = tl.dot(a, load_weights(w, columns + offset, inside, k, K, BLOCK_K, 1, ragged), y2)
-    inverse = row_scale(squares, rows, fed, tiles, M, K, eps, BLOCK_T)[:, None]
+    # 1 / rms of each row, from the sums of squares of its tiles.
+    inverse = tl.rsqrt(tl.sum(part, 0) / K + eps)[:, None]
     y1 *= inverse
     y2 *= inverse
     if BIAS:
-        y1 += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        y2 += tl.load(bias + columns + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
+        y1 += bias1
+        y2 += bias2
     y1 = y1.to(out.dtype.element_ty).to(tl.float32)
     y2 = y2.to(out.dtype.element_ty).to(tl.float32)
     if ROPE:
-        half: tl.constexpr = D // 2
-        d = (pid % blocks) * BLOCK_N + lane
-        b = (rows // T).to(tl.int64)
-        t = rows % T
-        position = tl.load(lengths + b, mask=fed, other=0).to(tl.int64) + t
-        taken = fed & (t < tl.load(num_tokens + b, mask=fed, other=0))
-        if head < HQ + HKV:
-            angle = tl.minimum(position, positions - 1)[:, None] * half + d[None, :]
-            c = tl.load(cos + angle, mask=fed[:, None], other=1.0)
-            s = tl.load(sin + angle, mask=fed[:, None], other=0.0)
-            y1, y2 = y1 * c - y2 * s, y2 * c + y1 * s
+        # Values are not turned: their cosine is 1.
+        y1, y2 = y1 * c - y2 * s, y2 * c + y1 * s
         if head < HQ:
             target = out + (rows.to(tl.int64) * HQ + head)[:, None] * D + d[None, :]
             tl.store(target, y1.to(out.dtype.element_ty), mask=fed[:, None])
             tl.store(target + half, y2.to(out.dtype.element_ty), mask=fed[:, None])
         else:
-            page = tl.load(page_table + b * stride_pt + position // PAGE, mask=taken, other=0).to(tl.int64)
-            slot = (page * PAGE + position % PAGE) * ROW
             if head < HQ + HKV:
                 target = k_pool + (slot + (head - HQ) * HEAD)[:, None] + d[None, :]
             else:

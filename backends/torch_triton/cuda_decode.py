@@ -6,6 +6,7 @@ Numerics are those of the plain path: fp32 sums, the residual stream in the dtyp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -13,6 +14,7 @@ import triton
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagePool
 from dustin.backends.torch_triton.weights import Layer, Weights
+from dustin.triton_kernels.attention_core import AttentionConfig
 from dustin.triton_kernels.decode_linear import DTYPES, MAX_ROWS, LinearConfig, LinearScratch, Stream
 from dustin.triton_kernels.linear_add import depth_of_split, linear_add
 from dustin.triton_kernels.norm_linear import norm_gate_up, norm_qkv
@@ -28,14 +30,25 @@ def choose_config(product: str, rows: int, depth: int, half_head: int) -> Linear
     """The measured configuration of a product at M = `rows` rows of `depth` elements (an H200, the shapes of a 0.5B model)."""
     few, at_once = rows <= 16, depth <= 1024
     if product == "qkv":
-        if few and at_once and half_head % 8 == 0:
-            return LinearConfig(8, 256, parts=4, num_warps=8)
-        return LinearConfig(16 if rows > 32 and half_head % 16 == 0 else 8, 128, num_stages=7)
+        return LinearConfig(8, 256, parts=4, num_warps=8) if few and at_once else LinearConfig(8, 128, num_stages=7)
     if product == "gate_up":
-        return LinearConfig(32, 128, num_stages=4) if few else LinearConfig(64, 128, num_warps=8, num_stages=3)
+        # Asking for all of these weights early only crowds out what the kernel before reads.
+        options = {"num_stages": 4} if few else {"num_warps": 8, "num_stages": 3}
+        return LinearConfig(32 if few else 64, 128, **options, prefetch_bytes=0)
     if product == "output":
-        return LinearConfig(16, 256, parts=4, num_warps=8) if few and at_once else LinearConfig(16, 128, num_stages=7)
+        return LinearConfig(8, 256, parts=4) if few and at_once else LinearConfig(16, 128, num_stages=7)
+    if rows > 32:
+        return LinearConfig(64, 128, splits=max(1, round(depth / 608)), num_stages=5)
     return LinearConfig(32, 128, splits=max(1, round(depth / (608 if few else 972))), num_stages=5)
+
+
+def attention_config(base: AttentionConfig, batch: int, num_kv_heads: int, packed_rows: int, head_dim: int) -> AttentionConfig:
+    """Sparse attention of a draft step: one tile of rows and short splits, merged by the last program, measured fastest."""
+    if packed_rows > 16 or head_dim > 64 or not base.ahead:
+        return base
+    if batch * num_kv_heads >= 64:
+        return replace(base, block_n=64, num_warps=2, num_stages=3)
+    return replace(base, block_n=128, num_warps=4, num_stages=3, fused_splits=8)
 
 
 def supports(config: ModelConfig, weights: Weights) -> bool:

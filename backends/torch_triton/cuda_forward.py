@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagePool
-from dustin.backends.torch_triton.cuda_decode import DecodeBlocks, supports
+from dustin.backends.torch_triton.cuda_decode import DecodeBlocks, attention_config, supports
 from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
 from dustin.backends.torch_triton.model import Peers, embed
 from dustin.backends.torch_triton.weights import Layer, Linear, Weights
 from dustin.triton_kernels import dense_verify as dense
 from dustin.triton_kernels import sparse_verify as sparse
-from dustin.triton_kernels.attention_core import AttentionWorkspace
+from dustin.triton_kernels.attention_core import AttentionConfig, AttentionWorkspace
 from dustin.triton_kernels.rope_append import rope_append
 from dustin.triton_kernels.stream_rows import capture_heads, last_norm
 from dustin.triton_kernels.translate_slots import translate_slots
@@ -187,12 +187,22 @@ class DeviceForward:
         return sparse.sparse_verify(
             q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, slots.indices[:, :rows], slots.counts,
             slots=slots.slots, slot_counts=slots.counts, workspace=self._workspace(q, slots.slots.shape[1], sparse_keys=True),
+            config=self._sparse_config(q),
         )  # fmt: skip
+
+    def _sparse_config(self, q: torch.Tensor) -> AttentionConfig:
+        batch, rows, heads, dim = q.shape
+        packed = rows * (heads // self.pool.keys[0].shape[2])
+        return attention_config(sparse.choose_config(packed, dim, q.dtype), batch, self.pool.keys[0].shape[2], packed, dim)
 
     def _workspace(self, q: torch.Tensor, max_keys: int, sparse_keys: bool) -> AttentionWorkspace:
         key = (*q.shape, max_keys, sparse_keys)
         if key not in self._workspaces:
-            plan = (sparse if sparse_keys else dense).plan(q, self.config.num_kv_heads, max_keys)
+            heads = self.config.num_kv_heads
+            if sparse_keys:
+                plan = sparse.plan(q, heads, max_keys, self._sparse_config(q))
+            else:
+                plan = dense.plan(q, heads, max_keys)
             self._workspaces[key] = AttentionWorkspace(plan.num_rows, q.shape[3], plan.num_counters, q.device)
         return self._workspaces[key]
 
