@@ -93,6 +93,7 @@ class TorchCache:
         """Where tokens [B, n] of each sequence lie in `flat_keys`."""
         return indices.long() + self.capacity * torch.arange(self.batch, device=self.device)[:, None]
 
+    @torch.inference_mode()
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Sequence `target` becomes the first `length` rows of `source`. Raise ValueError on a sequence or length out of range."""
         check_copy(source, target, length, self._lengths)

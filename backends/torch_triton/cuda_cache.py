@@ -158,6 +158,7 @@ class PagedCache:
         at, size = indices.long(), self.pool.page_size
         return self.page_table.long().gather(1, at // size) * size + at % size
 
+    @torch.inference_mode()
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Sequence `target` becomes the first `length` rows of `source`. Raise ValueError on a sequence or length out of range."""
         check_copy(source, target, length, self._lengths)
