@@ -88,6 +88,8 @@ def _document(
             tasks.append(fidelity_tasks.make(name, rng, words))
         said = [[tokenizer.encode(f" {line}\n", add_special_tokens=False) for line in task.statements] for task in tasks]
         room = context - len(tokens) - sum(len(line) for lines in said for line in lines)
+        if room < 64:
+            raise ValueError(f"context {context} adds {context - len(tokens)} tokens, too few for the tasks planted there")
         part = body[used : used + room]
         used += room
         items = []
