@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,21 @@ def choose_dtype(name: str) -> mx.Dtype | None:
     return DTYPES[name]
 
 
+def import_mlx_lm() -> None:
+    """Import mlx-lm, whose first act is to lower this process's limit of open files to 2048; a server needs its own."""
+    if "mlx_lm" in sys.modules:
+        return
+    theirs = resource.setrlimit
+    resource.setrlimit = lambda *_: None  # type: ignore[assignment]
+    try:
+        importlib.import_module("mlx_lm.utils")
+    finally:
+        resource.setrlimit = theirs
+
+
 def load(source: Path, dtype: mx.Dtype | None) -> tuple[Any, ModelConfig, str]:
     """(mlx-lm model, its weights in memory; configuration; name). Raise ModelError that names what is missing or unsupported."""
+    import_mlx_lm()
     if source.suffix == ".gguf":
         config, fetch = open_gguf(source)
         check(config, source)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -384,6 +385,20 @@ def test_another_thread_can_run_the_model(backend, llama):
     thread.join()
     assert isinstance(found[0], np.ndarray), found[0]
     assert np.array_equal(found[0], want)
+
+
+def test_the_limit_of_open_files_stays(monkeypatch):
+    """mlx-lm sets 2048 when it is imported, and fails where that is more than it may."""
+    have, theirs, called = resource.getrlimit(resource.RLIMIT_NOFILE), resource.setrlimit, []
+
+    def imported(name: str) -> None:
+        called.append(name)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+
+    monkeypatch.delitem(sys.modules, "mlx_lm")
+    monkeypatch.setattr(loading.importlib, "import_module", imported)
+    loading.import_mlx_lm()
+    assert called == ["mlx_lm.utils"] and resource.getrlimit(resource.RLIMIT_NOFILE) == have and resource.setrlimit is theirs
 
 
 # Refusals.
