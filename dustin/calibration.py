@@ -15,7 +15,7 @@ from typing import Any
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
 from dustin.interfaces import Measures, Model, Tap
-from dustin.profile_file import Profile
+from dustin.profile_file import Profile, identity
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
 from dustin.retrieval_heads import HEADS_A_LAYER, best_heads, chat_frame, find_retrieval_heads, needle_prompts
@@ -302,7 +302,8 @@ def _calibrate(
         "chosen": {"budget": best.budget, **_rounded(best.numbers)},
     }
     fingerprints = ((target.spec.fingerprint,), (draft.spec.fingerprint,) if draft else ())
-    return Profile(label, *fingerprints, replace(best.scoring, source=f"profile {label}"), heads, record_)
+    models = {"target": identity(target.spec)} | ({"draft": identity(draft.spec)} if draft else {})
+    return Profile(label, *fingerprints, replace(best.scoring, source=f"profile {label}"), models, heads, record_)
 
 
 def record(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,19 +25,33 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """One calibrated pair. `target` and `draft` are fingerprints of the same weights in several dtypes; `retrieval_heads` lists
+    """One calibrated pair. `target` and `draft` are fingerprints of the same weights in several dtypes. `models` names both as
+    [name, layers, heads, kv heads, head dim], for copies of other precision, whose fingerprints differ. `retrieval_heads` lists
     for each of the two [layer, its best heads...], best layer first; `record` says how it was made."""
 
     name: str
     target: tuple[str, ...]
     draft: tuple[str, ...]
     scoring: Scoring
+    models: Mapping[str, list[Any]] = field(default_factory=dict)
     retrieval_heads: Mapping[str, list[list[int]]] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def fits(self, target: ModelSpec, draft: ModelSpec | None) -> bool:
         """Whether it was made for these weights. A profile with a draft serves its target alone too (history only)."""
         return target.fingerprint in self.target and (draft is None or draft.fingerprint in self.draft)
+
+    def fits_by_name(self, target: ModelSpec, draft: ModelSpec | None) -> bool:
+        """Whether it was made for models of these names and shapes."""
+        pairs = [("target", target), *([("draft", draft)] if draft is not None else [])]
+        return all(spec is not None and self.models.get(kind) == identity(spec) for kind, spec in pairs)
+
+
+def identity(spec: ModelSpec) -> list[Any]:
+    """[name without precision and file type, layers, heads, kv heads, head dim] of a model."""
+    name = re.sub(r"(\.gguf|\.safetensors)$", "", spec.name.rsplit("/", 1)[-1].lower())
+    name = re.sub(r"[-._](q\d\w*|iq\d\w*|f16|f32|fp16|bf16|fp32|eval)$", "", name)
+    return [name, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim]
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
@@ -47,6 +62,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "name": profile.name,
         "target_fingerprints": list(profile.target),
         "draft_fingerprints": list(profile.draft),
+        "models": dict(profile.models),
         "scoring": {
             "target_heads": {str(layer): list(heads) for layer, heads in scoring.target.heads.items()},
             "draft_heads": {str(layer): list(heads) for layer, heads in scoring.draft.heads.items()},
@@ -73,7 +89,8 @@ def from_json(content: Any, where: str) -> Profile:
         dense = tuple(int(layer) for layer in given.get("dense_layers", ()))
         scoring = Scoring(taps[0], taps[1], dense_layers=dense, source=f"profile {content['name']}", **numbers)
         keys = (tuple(content["target_fingerprints"]), tuple(content["draft_fingerprints"]))
-        return Profile(content["name"], *keys, scoring, content.get("retrieval_heads", {}), content.get("record", {}))
+        rest = [content.get(name, {}) for name in ("models", "retrieval_heads", "record")]
+        return Profile(content["name"], *keys, scoring, *rest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{where} is a damaged profile ({error!r}): make it anew with `dustin calibrate`") from error
 
@@ -119,9 +136,13 @@ def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | Non
     if options.profile != "auto":
         scoring = read(user_path(options.profile)).scoring
     else:
-        fitting = next((profile.scoring for profile in known() if profile.fits(target, draft)), None)
+        profiles = list(known())
+        fitting = next((profile.scoring for profile in profiles if profile.fits(target, draft)), None)
         if fitting is None:
-            return heuristic(target, draft)
+            named = next((profile.scoring for profile in profiles if profile.fits_by_name(target, draft)), None)
+            if named is None:
+                return heuristic(target, draft)
+            fitting = replace(named, source=f"{named.source} (by name)")
         scoring = fitting
     for kind, tap, spec in (("target", scoring.target, target), ("draft", scoring.draft, draft)):
         if spec is not None:

@@ -210,7 +210,8 @@ def test_a_whole_calibration_on_random_models() -> None:
 def profile_of(target: ModelSpec, draft: ModelSpec, **changes) -> Profile:
     scoring = Scoring(all_heads(target, [1]), Tap({0: (1, 3)}), 0.45, (2,), history_rows=2, source="profile test", **changes)
     keys = ((target.fingerprint, "other dtype"), (draft.fingerprint,))
-    return Profile("test", *keys, scoring, {"target": [[1, 0]]}, {"seconds": 1.5})
+    models = {"target": profile_file.identity(target), "draft": profile_file.identity(draft)}
+    return Profile("test", *keys, scoring, models, {"target": [[1, 0]]}, {"seconds": 1.5})
 
 
 def test_a_profile_is_found_by_fingerprint_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +231,26 @@ def test_a_profile_is_found_by_fingerprint_and_named(tmp_path: Path, monkeypatch
     off = replace(session.options, profile="none")
     assert scoring_of(off, target().spec, draft().spec) == heuristic(target().spec, draft().spec)
     assert scoring_of(session.options, target().spec, None).draft == Tap({})
-    other = replace(target().spec, fingerprint="unknown")
-    assert scoring_of(session.options, other, draft().spec).source == "heuristic"
+    quantised = replace(target().spec, fingerprint="unknown", name=target().spec.name + "-Q4_K_M.gguf")
+    assert scoring_of(session.options, quantised, draft().spec).source == "profile test (by name)"
+    for other in ({"name": "another"}, {"num_heads": 8}):
+        spec = replace(target().spec, fingerprint="unknown", **other)
+        assert scoring_of(session.options, spec, draft().spec).source == "heuristic"
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-1.5b-instruct"),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b-instruct"),
+        ("Qwen2.5-Coder-1.5B-Instruct-eval", "qwen2.5-coder-1.5b-instruct"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-instruct"),
+        ("Qwen3-8B-bf16", "qwen3-8b"),
+        ("model", "model"),
+    ],
+)
+def test_names_of_models_without_precision(name: str, plain: str) -> None:
+    assert profile_file.identity(replace(SPEC, name=name)) == [plain, LAYERS, HEADS, 2, DIM]
 
 
 @pytest.mark.parametrize(
