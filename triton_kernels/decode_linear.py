@@ -30,6 +30,8 @@ class LinearConfig:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    # Weights are the left operand, whose 64 rows the larger matrix instructions want (`block_n` 32 in pairs, else 64).
+    swap: bool = False
     prefetch_bytes: int = 24 << 20  # ask the L2 for the weights before the kernel before has ended, up to so many in all
 
 
@@ -101,6 +103,25 @@ def load_rows(x, rows, fed, k, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl
         depth = k + tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = fed[None, :, None] & (depth < K)[:, None, :]
         return tl.load(x + rows[None, :, None] * K + depth[:, None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def swapped_product(w, x, columns, inside, rows, begin, stop, M, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                    MASK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """[N, BLOCK_M] fp32: the weight rows `columns` times x over depths begin .. stop-1. Rows beyond M repeat the last one."""
+    source = tl.minimum(rows, M - 1)
+    acc = tl.zeros([columns.shape[0], BLOCK_M], tl.float32)
+    for k in tl.range(begin, stop, BLOCK_K, num_stages=STAGES):
+        depth = k + tl.arange(0, BLOCK_K)
+        left = w + columns.to(tl.int64)[:, None] * K + depth[None, :]
+        right = x + source[None, :] * K + depth[:, None]
+        if K % BLOCK_K == 0 and not MASK_N:
+            acc = tl.dot(tl.load(left), tl.load(right), acc)
+        else:
+            valid = depth < K
+            a = tl.load(left, mask=valid[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(a, tl.load(right, mask=valid[:, None], other=0.0), acc)
+    return acc
 
 
 def launch_options(num_warps: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from .decode_linear import (
     load_weights,
     prefetch_options,
     prefetch_weights,
+    swapped_product,
 )
 from .runtime import begin_dependent, check_tensor, power_of_two
 
@@ -23,7 +24,7 @@ from .runtime import begin_dependent, check_tensor, power_of_two
 def add_kernel(
     x, w, bias, residual, norm, scaled, squares, partials, counters, M,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
+    SPLITS: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
     BYTES: tl.constexpr, INSTRUCTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, part of the depth): residual += x w + bias, and the tile's sums of squares of the new rows."""
@@ -33,7 +34,7 @@ def add_kernel(
     inside = columns < N
     ragged: tl.constexpr = N % BLOCK_N != 0
     begin = split * DEPTH
-    once: tl.constexpr = PARTS * BLOCK_K >= DEPTH
+    once: tl.constexpr = PARTS * BLOCK_K >= DEPTH and not SWAP
     stop = tl.minimum(begin + DEPTH, K)
     if once:
         b = load_weights(w, columns, inside, begin, K, BLOCK_K, PARTS, ragged)
@@ -54,6 +55,8 @@ def add_kernel(
         acc = tl.dot(load_rows(x, rows, fed, begin, K, BLOCK_K, PARTS), b)
         if PARTS > 1:
             acc = tl.sum(acc, 0)
+    elif SWAP:
+        acc = tl.trans(swapped_product(w, x, columns, inside, rows, begin, stop, M, K, BLOCK_M, BLOCK_K, ragged, STAGES))
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(begin, stop, BLOCK_K, num_stages=STAGES):
@@ -115,7 +118,7 @@ def linear_add(
         x, weight, x if bias is None else bias, stream.residual, norm, stream.scaled, scratch.squares, scratch.partials,
         scratch.counters, rows,
         N=columns, K=depth, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.parts, SPLITS=splits,
-        DEPTH=span, BIAS=bias is not None, STAGES=config.num_stages, THREADS=32 * config.num_warps,
+        DEPTH=span, BIAS=bias is not None, SWAP=config.swap, STAGES=config.num_stages, THREADS=32 * config.num_warps,
         BYTES=line, INSTRUCTION=instruction,
         PDL="launch_pdl" in options, **options,
     )  # fmt: skip

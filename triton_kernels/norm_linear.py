@@ -15,6 +15,7 @@ from .decode_linear import (
     load_weights,
     prefetch_options,
     prefetch_weights,
+    swapped_product,
 )
 from .runtime import begin_dependent, check_counts, check_pools, check_tensor, power_of_two
 
@@ -24,7 +25,8 @@ def pair_kernel(
     x, squares, w, bias, out, k_pool, v_pool, page_table, lengths, num_tokens, cos, sin,
     M, tiles, stride_pt, T, positions, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BIAS: tl.constexpr, ROPE: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BIAS: tl.constexpr, SWAP: tl.constexpr,
+    ROPE: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
     BYTES: tl.constexpr, INSTRUCTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +46,7 @@ def pair_kernel(
         inside = first + lane < N
         ragged: tl.constexpr = N % BLOCK_N != 0
     columns = first + lane
-    once: tl.constexpr = PARTS * BLOCK_K >= K
+    once: tl.constexpr = PARTS * BLOCK_K >= K and not SWAP
     if once:
         # All of this program's weights are under way before the kernel before has ended.
         b1 = load_weights(w, columns, inside, 0, K, BLOCK_K, PARTS, ragged)
@@ -82,6 +84,13 @@ def pair_kernel(
         if PARTS > 1:
             y1 = tl.sum(y1, 0)
             y2 = tl.sum(y2, 0)
+    elif SWAP:
+        # Both halves are one tile, split afterwards.
+        place = tl.arange(0, 2 * BLOCK_N)
+        at = first + place % BLOCK_N
+        stacked = at + tl.where(place < BLOCK_N, 0, offset)
+        y = swapped_product(w, x, stacked, at < N, rows, 0, K, M, K, BLOCK_M, BLOCK_K, ragged, STAGES)
+        y1, y2 = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
     else:
         y1 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         y2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -90,7 +99,7 @@ def pair_kernel(
             y1 = tl.dot(a, load_weights(w, columns, inside, k, K, BLOCK_K, 1, ragged), y1)
             y2 = tl.dot(a, load_weights(w, columns + offset, inside, k, K, BLOCK_K, 1, ragged), y2)
     # 1 / rms of each row, from the sums of squares of its tiles.
-    inverse = tl.rsqrt(tl.sum(part, 0) / K + eps)[:, None]
+    inverse = tl.where(fed, tl.rsqrt(tl.sum(part, 0) / K + eps), 0.0)[:, None]
     y1 *= inverse
     y2 *= inverse
     if BIAS:
@@ -133,8 +142,8 @@ def _pair(
         x, squares, weight, x if bias is None else bias, out, k_pool, v_pool, table, lengths, fed, cos, sin,
         rows, tiles, stride, tokens, positions, eps,
         N=pairs, K=depth, BLOCK_M=power_of_two(rows, 16), BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.parts,
-        BLOCK_T=power_of_two(tiles), BIAS=bias is not None, STAGES=config.num_stages, THREADS=32 * config.num_warps,
-        BYTES=line, INSTRUCTION=instruction,
+        BLOCK_T=power_of_two(tiles), BIAS=bias is not None, SWAP=config.swap, STAGES=config.num_stages,
+        THREADS=32 * config.num_warps, BYTES=line, INSTRUCTION=instruction,
         PDL="launch_pdl" in options, **shape, **options,
     )  # fmt: skip
 

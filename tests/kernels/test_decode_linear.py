@@ -12,8 +12,10 @@ from dustin.triton_kernels.norm_linear import norm_gate_up, norm_qkv
 from tests.kernels.conftest import INTERPRETED
 
 EPS = 1e-6
-# (block_n, block_k, parts, splits): one piece, pieces shared by the warps, a pipelined loop, split depths.
-CONFIGS = [(16, 128, 1, 1), (16, 32, 4, 1), (8, 32, 1, 1), (16, 32, 1, 3), (16, 16, 2, 3)]
+# (block_n, block_k, parts, splits, swap): one piece, pieces shared by the warps, a pipelined loop, weights on the left; then
+# split depths.
+CONFIGS = [(16, 128, 1, 1), (16, 32, 4, 1), (8, 32, 1, 1), (16, 32, 1, 1, True)]
+CONFIGS += [(16, 32, 1, 3), (16, 16, 2, 3), (16, 32, 1, 3, True)]
 
 
 def rms(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -41,9 +43,9 @@ def limit() -> float:
     return 2e-3 if INTERPRETED else 1.2e-2
 
 
-def config_of(case: tuple[int, int, int, int]) -> LinearConfig:
-    block_n, block_k, parts, splits = case
-    return LinearConfig(block_n, block_k, parts, splits)
+def config_of(case: tuple[int, ...]) -> LinearConfig:
+    block_n, block_k, parts, splits, *swap = case
+    return LinearConfig(block_n, block_k, parts, splits, swap=bool(swap))
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -62,7 +64,7 @@ def test_linear_add_updates_the_residual_and_leaves_its_squares(device, case, ro
     assert not stream.scratch.counters.any()
 
 
-@pytest.mark.parametrize("case", CONFIGS[:3])
+@pytest.mark.parametrize("case", CONFIGS[:4])
 @pytest.mark.parametrize("rows", [1, 24])
 def test_gate_and_up(device, case, rows):
     hidden, size = 104, 40
@@ -73,7 +75,7 @@ def test_gate_and_up(device, case, rows):
     assert rms(out, expected) < 3 * limit()
 
 
-@pytest.mark.parametrize("case", CONFIGS[:3])
+@pytest.mark.parametrize("case", CONFIGS[:4])
 def test_queries_are_rotated_and_keys_and_values_go_to_the_pages_of_fed_rows(device, case):
     batch, tokens, hidden, heads, kv_heads, dim, page = 3, 2, 104, 3, 1, 32, 4
     sizes = [(batch * tokens, hidden), ((heads + 2 * kv_heads) * dim, hidden), ((heads + 2 * kv_heads) * dim,), (hidden,)]
