@@ -146,6 +146,25 @@ def test_a_waiting_call_that_is_cancelled_lets_the_next_one_through() -> None:
     assert asyncio.run(main()) == list(greedy((*PROMPT, 3), 9))
 
 
+def test_a_task_never_waits_for_an_iterator_that_it_left_open() -> None:
+    one = session()
+
+    async def main() -> list[int]:
+        stream = one.astream_generate(PROMPT, LONG)
+        async for _ in stream:
+            break
+        with pytest.raises(UsageError, match="still open"):
+            await one.agenerate(PROMPT, REQUEST)
+        # Another task may wait for it, and goes on once it is closed.
+        other = asyncio.create_task(one.agenerate(PROMPT, REQUEST))
+        await asyncio.sleep(0.01)
+        await stream.aclose()
+        await other
+        return (await one.agenerate(PROMPT, REQUEST)).tokens
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == list(greedy(PROMPT, 9))
+
+
 def test_nothing_is_started_before_it_is_needed() -> None:
     one = session()
     one.generate(PROMPT, REQUEST)
