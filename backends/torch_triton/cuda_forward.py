@@ -188,6 +188,8 @@ class DeviceForward:
             q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, slots.indices[:, :rows], slots.counts,
             slots=slots.slots, slot_counts=slots.counts, workspace=self._workspace(q, slots.slots.shape[1], sparse_keys=True),
             config=self._sparse_config(q),
+            # The launch before wrote the queries and the in-flight rows; slots are older.
+            settled=True,
         )  # fmt: skip
 
     def _sparse_config(self, q: torch.Tensor) -> AttentionConfig:
