@@ -45,8 +45,9 @@ def _register() -> None:
     from dustin.generate_command import generate
     from dustin.models_command import models
     from dustin.serve_command import serve
+    from dustin.trace_command import trace
 
-    for command in (generate, chat, serve, bench, calibrate, doctor, models, config, completion):
+    for command in (generate, chat, serve, bench, calibrate, trace, doctor, models, config, completion):
         cli.add_command(command)
 
 
