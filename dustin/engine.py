@@ -340,8 +340,12 @@ class Engine:
         base = self._target_cache.lengths
         judged_by: list[list[tuple[Array, int]]] = [[] for _ in self.rows]
         proposing = {row.row for row in self.rows if row.active and row.remaining > 1}
+        started = len(proposing)
         while proposing:
             proposing = self._propose_provisionally(proposing, judged_by)
+            if self.warp.greedy and 2 * len(proposing) < started:
+                # A few slow rows would keep all others waiting. Greedy tokens do not depend on where a block ends.
+                break
         provisional = [row.tokens[row.committed :] if row.active else [] for row in self.rows]
         for row in self.rows:
             del row.tokens[row.committed :]
