@@ -130,17 +130,12 @@ def candidates(case: Case, kind: str) -> list[AttentionConfig]:
         counts = [*near[:1], 33] if group == 8 else near[:2]
         return [AttentionConfig(64, 64, 4, 3, waves=(n * group + 0.01) / 132, fused_splits=8) for n in counts]
     found = []
-    for block_n, stages, parts in ((64, 3, 1), (32, 3, 1), (32, 4, 1), (64, 3, 2)):
+    for block_n, stages in ((64, 3), (32, 4)):
         for splits in near[:2]:
-            if parts > 1 and splits * parts * group > 264:
-                continue
-            for trigger, early in ((0, 0), (0, 6 << 20), (4, 6 << 20), (4, 12 << 20)):
-                waves = (splits * parts * group + 0.01) / 132
-                found.append(
-                    AttentionConfig(
-                        64, block_n, 4, stages, waves, 4, trigger=trigger, value_parts=parts, prefetch_bytes=early
-                    )
-                )
+            for trigger, early, burst in ((0, 0, 0), (3, 6, 0), (3, 0, 64), (5, 6, 64)):
+                waves = (splits * group + 0.01) / 132
+                sizes = {"prefetch_bytes": early << 20, "burst_bytes": burst << 20}
+                found.append(AttentionConfig(64, block_n, 4, stages, waves, 2, trigger=trigger * 64 // block_n, **sizes))
     return found
 
 
@@ -192,8 +187,8 @@ def describe(config: AttentionConfig) -> str:
     merge = "fused" if config.fused_splits else "separate"
     return (
         f"tile {config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages, "
-        f"waves {config.waves:.2f}, {merge} merge, {config.value_parts} value parts, next kernel after tile {config.trigger}, "
-        f"{config.prefetch_bytes >> 20} MiB early"
+        f"waves {config.waves:.2f}, {merge} merge, next kernel after tile {config.trigger}, "
+        f"{config.prefetch_bytes >> 20} + {config.burst_bytes >> 20} MiB ahead"
     )
 
 
