@@ -198,7 +198,9 @@ class Recorder:
         self.rounds: list[Round] = []
         self._open: Round | None = None
         self._drafted = 0
-        engine = run.engine
+        engine, row = run.engine, run.rows[0]
+        if row.prompt_length + row.limit <= engine.options.budget:
+            raise self._nothing_chosen()
         engine.selector = cast(Selector, _RecordingSelector(engine.selector, self._selected))
         engine.rule = cast(AcceptanceRule, _RecordingRule(engine.rule, self._judged))
         engine.backend = cast(Backend, _RecordingBackend(engine.backend, self._read))
@@ -221,10 +223,7 @@ class Recorder:
             raise NumericsError(row.error)
         options, stats = self._engine.options, self._run.stats
         if not any(r.kept is not None for r in self.rounds):
-            raise UsageError(
-                f"no round of mode {options.mode!r} chose tokens to read: the prompt has {row.prompt_length} tokens and the "
-                f"budget is {options.budget}; give a longer document or a smaller --budget, and a mode that reads sparsely"
-            )
+            raise self._nothing_chosen()
         target, draft = self._session.target.spec, self._session.draft
         info = {
             "model": target.name,
@@ -265,6 +264,13 @@ class Recorder:
                 r.recovery[layer] = round(min(1.0, sum(mass[i] for i in kept) / max(sum(mass), 1e-30)), 4)
 
     # Inside.
+
+    def _nothing_chosen(self) -> UsageError:
+        options, row = self._engine.options, self._run.rows[0]
+        return UsageError(
+            f"no round of mode {options.mode!r} chooses tokens to read: the prompt has {row.prompt_length} tokens and the "
+            f"budget is {options.budget}; give a longer document or a smaller --budget, and a mode that reads sparsely"
+        )
 
     def _selected(self, context: SelectionContext, chosen: TokenSet | None, call: Any) -> None:
         length = context.lengths[0]
