@@ -133,6 +133,9 @@ class CudaModel:
             return None
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, "last")
         cache.check_room([n + steps - 1 if n else 0 for n in counts])
+        if tokens.shape[1] == 1:
+            # A round feeds one or two tokens first: one graph serves both.
+            tokens = F.pad(tokens, (0, 1))
         engine = self._engine(cache.pool)
         if engine.chain is None:
             engine.chain = DraftChain(engine.forward)
