@@ -72,9 +72,10 @@ def serve(ctx: click.Context, **values: Any) -> int:
 
     from dustin.generation import load
     from dustin.serving import server
+    from dustin.serving.app import LOOPBACK
 
     loading = {name: values[name] for name in ("backend", "device", "dtype")}
-    if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
+    if options.host not in LOOPBACK and options.api_key is None:
         note(f"warning: {options.host} is reachable from elsewhere and there is no --api-key")
 
     names = list(values["served_names"]) or [str(values["model"])]

@@ -27,6 +27,9 @@ from dustin.serving.options import ServerOptions
 from dustin.serving.scheduler import Job, Scheduler
 from dustin.text import TextStream
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Bodies from this size on are parsed in a thread: the loop serves the streams meanwhile.
+_LARGE_BODY = 64 * 1024
 _Inbox = asyncio.Queue[tuple[replies.Choice, list[Event] | None]]
 
 
@@ -56,10 +59,10 @@ class Server:
         )
 
     def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """The endpoint behind --api-key."""
+        """The endpoint behind --api-key or, without a key on a loopback address, behind a name of this machine."""
         key = self.options.api_key
         if key is None:
-            return endpoint
+            return self._for_this_machine(endpoint) if self.options.host in LOOPBACK else endpoint
 
         async def checked(request: Request) -> Response:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -67,6 +70,20 @@ class Server:
                 message = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
                 headers = {"WWW-Authenticate": "Bearer"}
                 raise RequestFailure(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+            response: Response = await endpoint(request)
+            return response
+
+        return checked
+
+    @staticmethod
+    def _for_this_machine(endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """A web page whose own name was pointed at 127.0.0.1 (DNS rebinding) comes with that name as Host."""
+
+        async def checked(request: Request) -> Response:
+            host = request.url.hostname or ""
+            if host not in LOOPBACK:
+                text = f"the Host is {host[:100]!r}, expected localhost or 127.0.0.1; with --api-key any name will do"
+                raise RequestFailure(403, text, kind="permission_error", code="wrong_host")
             response: Response = await endpoint(request)
             return response
 
@@ -120,7 +137,11 @@ class Server:
         return await self._generate(request, chat=False)
 
     async def _generate(self, request: Request, chat: bool) -> Response:
-        ask = asks.parse_ask(asks.parse_body(await self._body(request)), chat, self.defaults)
+        raw = await self._body(request)
+        if len(raw) < _LARGE_BODY:
+            ask = asks.parse_ask(asks.parse_body(raw), chat, self.defaults)
+        else:
+            ask = await asyncio.to_thread(lambda: asks.parse_ask(asks.parse_body(raw), chat, self.defaults))
         self._check_model(ask.model)
         session = self.scheduler.session
         if session is None or self.scheduler.state != "ready":

@@ -45,11 +45,13 @@ def cut(server: Running, after: int, stream: bool = True, path: str = "/v1/chat/
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": stream, "max_tokens": 3000}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         seen = b""
         while len(seen) < after:
-            seen += connection.recv(4096)
+            more = connection.recv(4096)
+            assert more, f"the server hung up after {seen[:200]!r}"
+            seen += more
 
 
 # Clients that leave.
@@ -192,6 +194,27 @@ def test_errors_are_objects_everywhere() -> None:
         # A web page may send such bodies without asking first.
         reply = server.client.post("/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"})
         assert reply.status_code == 400 and "application/json" in reply.text
+
+
+def test_a_loopback_server_answers_to_names_of_this_machine() -> None:
+    with running(toy_session()) as server:
+        port = server.url.rsplit(":", 1)[1]
+        for host, status in (
+            (f"localhost:{port}", 200),
+            (f"[::1]:{port}", 200),
+            ("evil.example", 403),
+            (f"evil.example:{port}", 403),
+        ):
+            assert server.client.get("/v1/models", headers={"host": host}).status_code == status
+    with running(toy_session(), api_key="secret") as server:
+        headers = {"host": "models.example", "authorization": "Bearer secret"}
+        assert server.client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_large_body_is_parsed_too() -> None:
+    with running(toy_session()) as server:
+        reply = server.complete([[1] * 100_000, [2] * 100_000])
+        assert reply.status_code == 400 and "100000 tokens" in reply.text
 
 
 # Health, failures, the end.

@@ -97,6 +97,24 @@ def test_ctrl_c_is_130_and_a_second_one_does_not_wait(model: Path) -> None:
     assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.slow
+def test_two_ranks_serve_what_one_does(model: Path) -> None:
+    body = {
+        "prompt": ["the same beginning, then one", "the same beginning, then two"],
+        "n": 2,
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
+    answers = []
+    for words in ([], ["--tensor-parallel", 2]):
+        with process(model, "--dtype", "float32", "--slots", 3, *words) as (server, address, _):
+            replies = [httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()["choices"] for _ in range(2)]
+            answers.append([[choice["text"] for choice in choices] for choices in replies])
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
+    assert answers[0] == answers[1]
+
+
 def test_what_cannot_start_says_so_in_one_line(model: Path, tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
