@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_heads, workspace_for  # noqa: E402
+from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_heads, score_layers, workspace_for  # noqa: E402
 from dustin.triton_kernels.select_tokens import select_tokens  # noqa: E402
 from tests.kernels.reference import check_parity, choose, head_scores, paged_case  # noqa: E402
 
@@ -40,6 +40,43 @@ def test_scores(device: str, keep: bool, softcap: float, wide: bool) -> None:
             inside = ~want.isinf()
             assert torch.equal(scores.isinf(), ~inside)
             check_parity(scores[inside], want[inside] * factor, torch.float32 if dtype == torch.float32 else torch.float16)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_layers_share_launches(device: str, keep: bool) -> None:
+    """Layers with other heads and pools, one more than a launch takes and one of another shape; finished and empty rows between."""
+    small = device == "cpu"
+    heads, page_size = ((4, 2, 16), 16) if small else ((28, 4, 128), 32)
+    lengths, num_rows = ([70, 0, 33, 150], [2, 1, 0, 1]) if small else ([3000, 0, 1025, 5000], [5, 5, 0, 2])
+    chosen = [[0, 3], [1, 2], [2, 0], [3, 1], [0, 2], [1]] if small else [[3, 27], [0, 8], [20, 9], [1, 22], [6, 7], [5]]
+    dtype, group = torch.float32 if small else torch.bfloat16, heads[0] // heads[1]
+    columns = max(lengths) + 3
+    cases = [
+        paged_case(device, dtype, lengths=lengths, num_tokens=[0] * 4, tokens=1, heads=heads, page_size=page_size, seed=0)
+        for _ in chosen
+    ]
+    for seed, case in enumerate(cases):
+        generator = torch.Generator().manual_seed(seed)
+        case.k.copy_(torch.randn(case.k.shape, generator=generator).to(dtype))
+        for b, length in enumerate(lengths):
+            positions = torch.arange(length, device=device)
+            case.k_pool[case.page_table[b][positions // page_size].long(), positions % page_size] = case.k[b, :length]
+    queries = [torch.randn(4, max(num_rows), len(h), heads[2], device=device).to(dtype) for h in chosen]
+    want = sum(
+        head_scores(case, q, [head // group for head in h], num_rows, columns) / len(chosen)
+        for case, q, h in zip(cases, queries, chosen, strict=True)
+    )
+    groups = [group_heads(h, heads[0], heads[1], device) for h in chosen]
+    rows = torch.tensor(num_rows, dtype=torch.int32, device=device)
+    scores = torch.full((4, columns), float("nan"), device=device)
+    for _ in range(2):
+        score_layers(
+            queries, [case.k_pool for case in cases], cases[0].page_table, cases[0].lengths, groups, scores,
+            num_rows=rows, weight=1 / len(chosen), keep_weights=keep, config=ScoreConfig(16, 32, 3) if small else None,
+        )  # fmt: skip
+        inside = ~want.isinf()
+        assert torch.equal(scores.isinf(), ~inside)
+        check_parity(scores[inside], want[inside], torch.float32 if small else torch.float16)
 
 
 def test_no_query_rows_at_all_scores_zero(device: str) -> None:
