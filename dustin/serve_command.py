@@ -81,5 +81,4 @@ def serve(ctx: click.Context, **values: Any) -> int:
     names = list(values["served_names"]) or [str(values["model"])]
     load_session = partial(load, values["model"], values["draft_model"], options=engine, **loading)
     prepared = server.prepare(load_session, names, options, defaults)
-    note(f"listening on {prepared.address}, loading {values['model']} ...")
-    return server.run(prepared, note)
+    return server.run(prepared, str(values["model"]), note)

@@ -118,10 +118,17 @@ def prepare(load: Callable[[], Session], names: list[str], options: ServerOption
     return Prepared(http, listening, scheduler, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
 
-def run(prepared: Prepared, say: Callable[[str], None]) -> int:
+def run(prepared: Prepared, model: str, say: Callable[[str], None]) -> int:
     """Serve to the end. Returns 0 after SIGTERM, 130 after Ctrl-C; raises what loading or the engine failed with."""
-    _say_when_ready(prepared, say)
-    prepared.run()
+    # uvicorn takes signals only once it runs; whoever reads the line below may send one sooner.
+    before = {sig: signal.signal(sig, prepared.http.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        say(f"listening on {prepared.address}, loading {model} ...")
+        _say_when_ready(prepared, say)
+        prepared.run()
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
     if prepared.scheduler.error is not None:
         raise prepared.scheduler.error
     return 130 if prepared.http.signal == signal.SIGINT else 0

@@ -97,6 +97,18 @@ def test_ctrl_c_is_130_and_a_second_one_does_not_wait(model: Path) -> None:
     assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_the_model_is_loaded(model: Path, sig: int, code: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        command("-m", model, "--port", 0), stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as started:
+        assert started.stderr is not None and "listening on" in started.stderr.readline()
+        started.send_signal(sig)
+        assert started.wait(60) == code
+        assert "Traceback" not in started.stderr.read()
+
+
 @pytest.mark.slow
 def test_two_ranks_serve_what_one_does(model: Path) -> None:
     body = {
