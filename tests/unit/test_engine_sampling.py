@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from dustin.backends.numpy_reference.sampling import warp_row
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from tests.unit.engine_helpers import VOCAB, backend, make_engine, run, target
 
@@ -70,6 +71,46 @@ def test_sampled_text_has_the_dense_law(mode: str, drafter: str) -> None:
     # Far in the tail (about 1e-5) of chi-square by the Wilson-Hilferty cube: seeds are fixed, so this never flakes.
     limit = freedom * (1 - 2 / (9 * freedom) + 4.3 * (2 / (9 * freedom)) ** 0.5) ** 3
     assert statistic < limit
+
+
+def law_with_end(length: int, eos: int, temperature: float, top_p: float) -> dict[tuple[int, ...], float]:
+    """As `joint_law`, with a nucleus, and texts that end at `eos`."""
+    law: dict[tuple[int, ...], float] = {}
+    open_ends: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        grown: dict[tuple[int, ...], float] = {}
+        for prefix, mass in open_ends.items():
+            store, tokens = target().new_cache(1, 64), [*PROMPT, *prefix]
+            logits = target().forward(backend.tokens([tokens]), [len(tokens)], store, logits="last").logits[0, -1]
+            p = warp_row(logits, temperature, 0, top_p, 0.0)
+            for token in np.flatnonzero(p):
+                (law if token == eos else grown)[(*prefix, int(token))] = mass * float(p[token])
+        open_ends = grown
+    return law | open_ends
+
+
+@pytest.mark.parametrize(("mode", "drafter"), [("dense", "draft"), ("exact", "draft"), ("exact", "none")])
+def test_a_nucleus_and_an_end_token_keep_the_dense_law(mode: str, drafter: str) -> None:
+    draws, length = 750, 4
+    sampling = {"temperature": 0.45, "top_p": 0.6}
+    eos = max(law_with_end(2, -1, **sampling).items(), key=lambda item: item[1])[0][1]
+    law = law_with_end(length, eos, **sampling)
+    assert 0.05 < sum(mass for text, mass in law.items() if eos in text) < 0.95
+    options = EngineOptions(
+        mode=mode, budget=12, num_sink_tokens=1, num_recent_tokens=3, num_draft_tokens=2, exact_block=3, lookahead_lag=1
+    )
+    counts: Counter[tuple[int, ...]] = Counter()
+    for start in range(0, draws, 250):
+        requests = [
+            RequestOptions(max_tokens=length, sampling=SamplingOptions(seed=start + i, **sampling))  # type: ignore[arg-type]
+            for i in range(250)
+        ]
+        rows, _ = run(make_engine(options, drafter), [PROMPT] * 250, requests, frozenset({int(eos)}))
+        counts.update(tuple(row.generated) for row in rows)
+        assert {row.finish_reason for row in rows} == {"stop", "length"}
+    assert set(counts) <= set(law)
+    statistic, freedom = chi_square(counts, law, draws)
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 4.3 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
 def test_the_check_above_can_fail() -> None:

@@ -48,7 +48,7 @@ def joint(second: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Law:
     return law
 
 
-def observed(weight: float, route: float, draws: int = 2400) -> Counter[tuple[int, ...]]:
+def observed(weight: float, route: float, draws: int = 1200) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
     options = EngineOptions(relaxed_weight=weight, route_confidence=route, **WHOLE)  # type: ignore[arg-type]
     for start in range(0, draws, 200):
@@ -157,7 +157,7 @@ def test_draft_length_by_confidence_keeps_the_sampled_law(drafter: str) -> None:
         mode="dense", budget=12, num_sink_tokens=1, num_recent_tokens=3, num_draft_tokens=3, min_draft_confidence=0.3
     )
     stopped = 0
-    for start in range(0, 2400, 200):
+    for start in range(0, 600, 200):
         requests = [
             RequestOptions(max_tokens=4, sampling=SamplingOptions(seed=start + i, temperature=0.8, top_k=4)) for i in range(200)
         ]
