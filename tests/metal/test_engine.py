@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,6 +18,9 @@ from dustin.config import EngineOptions, RequestOptions
 from dustin.generation import Session
 from tests.metal.emulator.dropin import Log, installed
 from tests.parity.adapters import CONFIGS, ModelCheck, write_model
+
+if TYPE_CHECKING:
+    from dustin.metal_kernels.gate import Gate
 
 if importlib.util.find_spec("mlx_lm") is None:
     pytest.skip("mlx-lm is missing: pip install mlx-lm", allow_module_level=True)
@@ -30,17 +37,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, write_model(root / "draft", CONFIGS["llama"] | HEADS | {"num_hidden_layers": 1}, seed=2)
 
 
-def make_backend(gate: str):
+def make_backend(gate: str | Gate):
     """On Metal where it is, else on the CPU (where only the emulator can run kernels)."""
     import mlx.core as mx
 
     from dustin.backends.mlx_metal.backend import MlxBackend
     from dustin.metal_kernels.gate import Gate
 
-    return MlxBackend("metal" if mx.metal.is_available() else "cpu", Gate(gate))
+    made = Gate(gate) if isinstance(gate, str) else gate
+    chip = made.chip
+    backend = MlxBackend("metal" if mx.metal.is_available() else "cpu", made)
+    made.chip = chip  # on the CPU a backend takes it away
+    return backend
 
 
-def run(folders: tuple[Path, Path], gate: str, mode: str, drafter: str) -> list[list[int]]:
+def run(folders: tuple[Path, Path], gate: str | Gate, mode: str, drafter: str) -> list[list[int]]:
     backend = make_backend(gate)
     target, draft = (backend.load(folder, dtype="float32") for folder in folders)
     options = EngineOptions(mode=mode, drafter=drafter, **OPTIONS)  # type: ignore[arg-type]
@@ -69,6 +80,24 @@ def test_generation_with_the_kernels(folders: tuple[Path, Path], mode: str, draf
         assert set(counts) == {"append_kv", "sparse_verify", "dense_verify"} | SELECTION
         # One row fits the budget for a while: it is verified densely beside the sparse one, over the same appended rows.
         assert counts["sparse_verify"] + counts["dense_verify"] >= counts["append_kv"] > counts["score_heads"] > 0
+
+
+@pytest.mark.parametrize("winner", ["kernel", "array"])
+def test_generation_with_a_gate_that_measures(folders: tuple[Path, Path], winner: str, tmp_path: Path) -> None:
+    """As on a Mac: rows are appended in place by the kernel, and each shape takes the path that the gate's clock found faster."""
+    from dustin.metal_kernels.gate import Gate
+
+    want = run(folders, "array", "sparse", "draft")
+    ticks = itertools.count()
+    # The kernel is timed first: on a clock whose steps shrink it is the slower one, on one that stands still no slower.
+    clock = {"kernel": lambda: 0.0, "array": lambda: math.sqrt(next(ticks))}[winner]
+    with installed() as log:
+        got = run(folders, Gate("auto", tmp_path / "gate.json", chip="emulator", clock=clock), "sparse", "draft")
+    assert got == want and not log.findings
+    decided = json.loads((tmp_path / "gate.json").read_text())["decisions"]
+    assert {key.split("|")[3] for key in decided} == {"dense_verify", "sparse_verify", "score_heads", "select_tokens"}
+    assert {decision["path"] for decision in decided.values()} == {winner}
+    assert all(decision["reason"] == "measured" for decision in decided.values())
 
 
 # Half precision rounds the weights too, so it only bounds gross errors.
