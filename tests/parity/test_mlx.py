@@ -164,3 +164,7 @@ def test_random_schedules(backend, tmp_path, seed):
         if rng.random() < 0.2:
             picked = rng.integers(0, batch, batch).tolist()
             mine, its = mine.take(picked), its.take(picked)
+
+
+def test_every_operation_of_the_table_is_here():
+    assert {case.op for case in cases()} == {*INNER, *WHOLE}
