@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from dustin import prompt_cache
 from dustin.chat_commands import Quit, carry_out, is_command
 from dustin.chat_input import Reader, gather, history_path, open_reader
 from dustin.cli_options import (
@@ -20,6 +21,7 @@ from dustin.cli_options import (
     debug_option,
     engine_options,
     loading_options,
+    prompt_cache_option,
     refuse_useless,
     request_options,
 )
@@ -158,6 +160,7 @@ class Chat:
 @click.option("--system-prompt", help="What the model is told about its task.")
 @click.option("--file", "-f", "files", multiple=True, help="Put this text file before the first message; repeatable.")
 @loading_options
+@prompt_cache_option
 @request_options
 @engine_options
 @click.option("--history/--no-history", default=True, show_default=True, help="Keep messages for the next chat's up arrow.")
@@ -191,7 +194,14 @@ def chat(ctx: click.Context, **values: Any) -> int:
     session.resolve(request)
     if sys.stdin.isatty():
         note(f"{session.target.spec.name}, context {conversation.room} tokens; /help lists the commands")
+    cache_file = values["prompt_cache_file"]
+    if (taken := prompt_cache.take_up(session, cache_file)) is not None:
+        note(taken)
     loop = Chat(conversation, reader, values["verbose"])
-    loop.run()
+    try:
+        loop.run()
+    finally:
+        if cache_file is not None:
+            session.save_kept(cache_file)
     # In a pipe a turn that failed must show in the exit code; a person has seen the line.
     return 0 if sys.stdin.isatty() else loop.failure

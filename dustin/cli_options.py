@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -138,6 +139,12 @@ def engine_options(command: Any) -> Any:
 def request_options(command: Any) -> Any:
     """All fields of RequestOptions and SamplingOptions."""
     return _apply(command, _dataclass_options(RequestOptions, REQUEST) + _dataclass_options(SamplingOptions, SAMPLING))
+
+
+def prompt_cache_option(command: Any) -> Any:
+    """--prompt-cache-file."""
+    text = "Take up the KV of this file where the prompt begins alike, and keep the KV there at the end."
+    return click.option("--prompt-cache-file", type=click.Path(path_type=Path, dir_okay=False), help=text)(command)
 
 
 def debug_option(command: Any) -> Any:

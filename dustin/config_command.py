@@ -65,7 +65,8 @@ def config(ctx: click.Context, command: tuple[str, ...], as_json: bool) -> None:
     rows = effective(root, path)
     strange = config_file.unknown_variables(root.command)  # type: ignore[arg-type]
     if as_json:
-        click.echo(json.dumps({"command": " ".join(path), "files": files, "options": rows, "unknown_variables": strange}))
+        found = {"command": " ".join(path), "files": files, "options": rows, "unknown_variables": strange}
+        click.echo(json.dumps(found, default=str))
         return
     for file, present in reversed(files.items()):
         click.echo(f"# {file}: {'read' if present else 'not there'}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from dustin import prompt_cache
 from dustin.cli_options import (
     CONTEXT,
     build_engine_options,
@@ -18,6 +19,7 @@ from dustin.cli_options import (
     debug_option,
     engine_options,
     loading_options,
+    prompt_cache_option,
     refuse_useless,
     request_options,
 )
@@ -33,6 +35,7 @@ from dustin.terminal import note, prefill_bar, printable, read_prompt
 @click.option("--system-prompt", help="What the model is told about its task.")
 @click.option("--raw", is_flag=True, help="No chat template: go on with the text of the prompt.")
 @loading_options
+@prompt_cache_option
 @request_options
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with text, tokens and statistics.")
@@ -63,6 +66,9 @@ def generate(ctx: click.Context, **values: Any) -> None:
     if sys.stderr.isatty():
         note(f"loading {values['model']} ...")
     session = load(values["model"], values["draft_model"], options=options, **loading)
+    cache_file = values["prompt_cache_file"]
+    if (taken := prompt_cache.take_up(session, cache_file)) is not None:
+        note(taken)
     if values["verbose"]:
         note(f"model: {session.target.spec}")
         note(f"options: {options}")
@@ -73,6 +79,8 @@ def generate(ctx: click.Context, **values: Any) -> None:
             _print_json(stream, session.target.spec.name)
         else:
             _print_text(stream, whole=values["no_stream"])
+    if cache_file is not None:
+        session.save_kept(cache_file)
 
 
 def _print_text(stream: Iterator[Any], whole: bool) -> None:

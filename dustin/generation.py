@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+from dustin import prompt_cache
 from dustin.acceptance import RelaxedAcceptance, SpeculativeAcceptance
 from dustin.async_api import Worker
 from dustin.config import EngineOptions, RequestOptions
@@ -132,6 +134,19 @@ class Session:
     def forget(self) -> None:
         """Drop the KV that `prefix_cache` kept."""
         self._kept.clear()
+
+    def save_kept(self, path: str | Path) -> int:
+        """Write the KV that `prefix_cache` kept to a file, whole or not at all; returns its bytes (0: nothing was kept)."""
+        return prompt_cache.save(Path(path), self._kept, self._models(), self.tokenizer)
+
+    def load_kept(self, path: str | Path) -> int:
+        """Take up what `save_kept` wrote; returns its tokens. Raise UsageError for a file of another model, dtype or tokenizer."""
+        self.prefix_cache = True
+        self._kept = prompt_cache.load(Path(path), self._models(), self.tokenizer)
+        return len(self._kept["target"][0]) if "target" in self._kept else 0
+
+    def _models(self) -> dict[str, Model]:
+        return {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a raw string, of chat messages (through the model's template), or of ids themselves."""
@@ -280,16 +295,10 @@ class Session:
         roomy = min(2 * capacity, max(capacity, min(context, most or context))) if self.prefix_cache else capacity
         kept = self._kept.pop(side, None)
         if kept is not None and self.prefix_cache and len(ids) == 1:
-            tokens, cache = kept
-            # At least one prompt token is read again: its logits give the first token.
-            longest = max(0, min(len(tokens), len(ids[0]) - again))
-            common = next((i for i in range(longest) if tokens[i] != ids[0][i]), longest)
-            cache.rollback([min(common, *cache.lengths)])
             try:
-                return cache if cache.capacity >= capacity else cache.take([0], roomy)
+                return prompt_cache.continued(*kept, ids[0], again, capacity, roomy)
             except MemoryLimitError:
                 pass  # Two copies do not fit: read again into one.
-            del cache
         kept = None
         try:
             return model.new_cache(len(ids), roomy)

@@ -18,7 +18,7 @@ SUMMARIES = {
     "config": "Show every option and where its value comes from.",
     "completion": "Print the shell's completion script.",
 }
-_MODEL = (*LOADING, "cuda_graphs", "tensor_parallel")
+_MODEL = (*LOADING, "cuda_graphs", "tensor_parallel", "prompt_cache_file")
 _SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Model", _MODEL),
     ("Answer", tuple(REQUEST)),

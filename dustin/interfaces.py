@@ -105,6 +105,19 @@ class KVCache(Protocol):
         ...
 
 
+@runtime_checkable
+class PortableCache(KVCache, Protocol):
+    """A cache whose sequences can be kept in a file; one that is spread over ranks is none."""
+
+    def dump(self, row: int) -> list[Any]:
+        """Keys and values of one sequence as host numpy arrays [2, length, Hkv, D], one a layer; bfloat16 as its bits, uint16."""
+        ...
+
+    def restore(self, row: int, layers: Sequence[Any]) -> None:
+        """The empty sequence `row` holds these rows from now on. Raise ValueError on another shape or dtype, or too many rows."""
+        ...
+
+
 class Model(Protocol):
     """A loaded transformer."""
 

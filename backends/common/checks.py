@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dustin.errors import MemoryLimitError
 from dustin.interfaces import Tap
 
@@ -72,3 +74,21 @@ def check_memory(asked: int, free: int | None, batch: int, capacity: int) -> Non
             f"the KV cache asks for {asked} bytes ({batch} sequences of {capacity} tokens), "
             f"{free} are available: lower --max-kv-size or --batch"
         )
+
+
+def check_restored(layers: Sequence[np.ndarray], shape: tuple[int, int, int], dtype: np.dtype, length: int, capacity: int) -> int:
+    """Rows that `KVCache.restore` is to write into a sequence of `length` rows; `shape` is (layers, Hkv, D).
+
+    Raise ValueError that names what differs: a sequence that is not empty, too many rows, another shape or dtype.
+    """
+    if length:
+        raise ValueError(f"the sequence has {length} rows, expected an empty one")
+    if len(layers) != shape[0]:
+        raise ValueError(f"{len(layers)} layers of K and V, expected {shape[0]}")
+    count = layers[0].shape[1] if layers[0].ndim == 4 else 0
+    for layer, rows in enumerate(layers):
+        if rows.shape != (2, count, *shape[1:]) or rows.dtype != dtype:
+            raise ValueError(f"layer {layer} is {rows.dtype} {list(rows.shape)}, expected {dtype} {[2, count, *shape[1:]]}")
+    if count > capacity:
+        raise ValueError(f"{count} rows, expected at most the capacity of {capacity}")
+    return count

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from dustin.backends.common.checks import check_copy, check_lengths, check_memory, host_bytes
+from dustin.backends.common.checks import check_copy, check_lengths, check_memory, check_restored, host_bytes
 from dustin.errors import MemoryLimitError
 
 
@@ -118,6 +119,31 @@ class MlxCache:
                 stores[layer][target, :length] = rows
                 mx.eval(stores[layer])
         self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
+
+    def dump(self, row: int) -> list[np.ndarray]:
+        """See PortableCache.dump."""
+        if self.fence is not None:
+            mx.eval(self.fence)
+        length, out = self._lengths[row], []
+        for keys, values in zip(self.keys, self.values, strict=True):
+            rows = mx.stack([keys[row, :length], values[row, :length]])
+            out.append(np.array(rows.view(mx.uint16) if rows.dtype == mx.bfloat16 else rows))
+            del rows  # a view that lives on would make the next write copy the whole layer
+        return out
+
+    def restore(self, row: int, layers: Sequence[np.ndarray]) -> None:
+        """See PortableCache.restore."""
+        dtype = self.keys[0].dtype
+        bits = np.dtype(np.uint16) if dtype == mx.bfloat16 else np.array(mx.zeros((1,), dtype)).dtype
+        shape = (len(self.keys), *self.keys[0].shape[2:])
+        count = check_restored(layers, shape, bits, self._lengths[row], self.capacity)
+        for layer, rows in enumerate(layers):
+            made = mx.array(rows)
+            keys, values = made.view(dtype) if dtype == mx.bfloat16 else made
+            for stores, new in ((self.keys, keys), (self.values, values)):
+                stores[layer][row, :count] = new
+                mx.eval(stores[layer])
+        self._lengths = tuple(count if b == row else n for b, n in enumerate(self._lengths))
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> MlxCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""

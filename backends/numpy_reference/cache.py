@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dustin.backends.common.checks import check_copy
+from dustin.backends.common.checks import check_copy, check_restored
 from dustin.errors import MemoryLimitError
 
 Floats = npt.NDArray[np.float64]
@@ -102,6 +102,19 @@ class Cache:
             store[target, length:] = np.nan
             store[target, :length] = store[source, :length]
         self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
+
+    def dump(self, row: int) -> list[np.ndarray]:
+        """See PortableCache.dump: float64."""
+        length = self._lengths[row]
+        return [np.stack([keys[row, :length], values[row, :length]]) for keys, values in zip(self.keys, self.values, strict=True)]
+
+    def restore(self, row: int, layers: Sequence[np.ndarray]) -> None:
+        """See PortableCache.restore."""
+        shape = (len(self.keys), *self.keys[0].shape[2:])
+        count = check_restored(layers, shape, np.dtype(np.float64), self._lengths[row], self.capacity)
+        for (keys, values), rows in zip(zip(self.keys, self.values, strict=True), layers, strict=True):
+            keys[row, :count], values[row, :count] = rows
+        self._lengths = tuple(count if b == row else n for b, n in enumerate(self._lengths))
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> Cache:
         """A new cache of the given sequences (repeats allowed) that shares no memory with this one."""

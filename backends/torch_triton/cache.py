@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from dustin.backends.common.checks import check_copy, check_forward, check_lengths, check_memory, host_bytes
+from dustin.backends.common.checks import check_copy, check_forward, check_lengths, check_memory, check_restored, host_bytes
 
 __all__ = ["TorchCache", "available_bytes", "check_forward", "check_lengths"]
 
@@ -101,6 +102,20 @@ class TorchCache:
             store[target, :length] = store[source, :length]
         self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
 
+    def dump(self, row: int) -> list[np.ndarray]:
+        """See PortableCache.dump."""
+        length = self._lengths[row]
+        return [to_host(torch.stack([k[row, :length], v[row, :length]])) for k, v in zip(self.keys, self.values, strict=True)]
+
+    @torch.inference_mode()
+    def restore(self, row: int, layers: Sequence[np.ndarray]) -> None:
+        """See PortableCache.restore."""
+        shape, dtype = (len(self.keys), *self.keys[0].shape[2:]), self.keys[0].dtype
+        count = check_restored(layers, shape, host_dtype(dtype), self._lengths[row], self.capacity)
+        for keys, values, rows in zip(self.keys, self.values, layers, strict=True):
+            keys[row, :count], values[row, :count] = from_host(rows, dtype).to(self.device)
+        self._lengths = tuple(count if b == row else n for b, n in enumerate(self._lengths))
+
     def take(self, rows: Sequence[int], capacity: int | None = None) -> TorchCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""
         check_lengths("rows", rows, [0] * len(rows), [self.batch - 1] * len(rows))
@@ -113,3 +128,20 @@ class TorchCache:
                 its[b, :length] = mine[row, :length]
         other._lengths = lengths
         return other
+
+
+def host_dtype(dtype: torch.dtype) -> np.dtype:
+    """The numpy dtype that holds a torch dtype's bits: numpy has no bfloat16."""
+    return np.dtype(np.uint16) if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def to_host(rows: torch.Tensor) -> np.ndarray:
+    """A tensor as numpy, bfloat16 as its bits."""
+    bits = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
+    return bits.cpu().numpy().view(host_dtype(rows.dtype))
+
+
+def from_host(rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The counterpart of `to_host`, on the CPU."""
+    bits = np.ascontiguousarray(rows)
+    return torch.from_numpy(bits.view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(bits)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from dustin.backends.common.checks import check_copy
-from dustin.backends.torch_triton.cache import available_bytes, check_lengths
+from dustin.backends.common.checks import check_copy, check_restored
+from dustin.backends.torch_triton.cache import available_bytes, check_lengths, from_host, host_dtype, to_host
 from dustin.errors import MemoryLimitError
 
 # 64 rows: a page is one tile of the attention kernels, whose address then needs a single table entry.
@@ -170,6 +171,28 @@ class PagedCache:
             if used:
                 store[new] = store[old]
         self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
+
+    def dump(self, row: int) -> list[np.ndarray]:
+        """See PortableCache.dump."""
+        where = self._where(row, self._lengths[row])
+        return [to_host(torch.stack([k[where], v[where]])) for k, v in zip(self.pool.keys, self.pool.values, strict=True)]
+
+    @torch.inference_mode()
+    def restore(self, row: int, layers: Sequence[np.ndarray]) -> None:
+        """See PortableCache.restore."""
+        pool, capacity = self.pool, self.capacity if self._pages[row] else 0
+        shape, dtype = (len(pool.keys), *pool.keys[0].shape[2:]), pool.keys[0].dtype
+        count = check_restored(layers, shape, host_dtype(dtype), self._lengths[row], capacity)
+        where = self._where(row, count)
+        for keys, values, rows in zip(pool.keys, pool.values, layers, strict=True):
+            keys[where], values[where] = from_host(rows, dtype).to(pool.device)
+        self._lengths = tuple(count if b == row else n for b, n in enumerate(self._lengths))
+
+    def _where(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and place in it of a sequence's first `count` rows."""
+        at = torch.arange(count, device=self.pool.device)
+        pages = torch.tensor(self._pages[row], device=self.pool.device)
+        return pages[at // self.pool.page_size], at % self.pool.page_size
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> PagedCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""
