@@ -55,7 +55,12 @@ class Server:
                 Route("/metrics", self._guarded(self.show_metrics), methods=["GET"]),
                 Route("/health", self.health, methods=["GET"]),
             ],
-            exception_handlers={RequestFailure: _failure, HTTPException: _http_error, Exception: _crash},  # type: ignore[dict-item]
+            exception_handlers={
+                RequestFailure: _failure,
+                HTTPException: _http_error,
+                ClientDisconnect: _left,
+                Exception: _crash,
+            },  # type: ignore[dict-item]
         )
 
     def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -362,9 +367,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return _failure_response(failure)
 
 
+async def _left(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=400)  # to nobody
+
+
 async def _crash(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=400)
     return _failure_response(failures.engine_failed(f"unexpected {type(error).__name__}; the server's log says where"))
 
 

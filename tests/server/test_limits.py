@@ -76,6 +76,16 @@ def test_a_client_that_leaves_frees_its_slot_within_a_round(stream: bool) -> Non
         assert server.chat(max_tokens=3).status_code == 200
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_body(capfd: pytest.CaptureFixture[str]) -> None:
+    with running(toy_session()) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for head in (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n", b"NONSENSE\r\n\r\n", b"\x16\x03\x01\x02"):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(head + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{")
+        assert server.complete("x", max_tokens=2).status_code == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
     with slow(slots=1) as server:
         with ThreadPoolExecutor(1) as pool:

@@ -1,0 +1,62 @@
+"""The tables of docs/serving.md from the rows of `bench serve` and `bench slots`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench import rows
+from bench.decode_tables import markdown
+
+
+def _ratio(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.2f}x" if name in row else ""
+
+
+def serve() -> str:
+    """Servers on the same machine: one client, several clients."""
+    made = rows.read(rows.RESULTS / "serve.jsonl")
+    lines = [
+        [
+            f"`{row['side']}`, {row['clients']} client{'s' * (row['clients'] > 1)}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['ratio']:.2f}x",
+            _ratio(row, "ratio_to_transformers"),
+            f"{row['ttft_ms_median']:.0f} ms",
+            f"{row['gap_ms_worst']:.0f} ms",
+        ]
+        for row in made
+    ]
+    header = ["server", "tok/s", "against one by one", "against transformers", "first token, median", "longest gap"]
+    first = made[0]
+    extra = f" {first['note']}" if first["note"] else ""
+    note = (
+        f"{first['requests']} chats of about {first['context']} prompt tokens and up to {first['max_tokens']} new ones, greedy, "
+        f"{first['model']}, {first['dtype']}, {first['processor']}, {first['threads']} threads; `{first['command']}` at "
+        f"{first['commit']}.{extra}"
+    )
+    return markdown(header, lines) + "\n\n" + note
+
+
+def slots() -> str:
+    """Continuous batching without HTTP."""
+    made = rows.read(rows.RESULTS / "slots.jsonl")
+    lines = [
+        [
+            f"`{row['mode']}`, {'all at once' if row['at_once'] > 1 else 'one by one'}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['ratio_to_first_mode']:.2f}x",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['ttft_ms_median']:.0f} ms",
+        ]
+        for row in made
+    ]
+    first = made[0]
+    header = ["mode", "tok/s", "against one by one", f"against `{first['mode']}`", "a round", "first token, median"]
+    draft = f" with {first['draft']} as draft" if first["draft"] else ""
+    note = (
+        f"{first['at_once']} requests of about {first['context']} prompt tokens and {first['max_tokens']} new ones over "
+        f"{first['slots']} slots, {first['model']}{draft}, {first['dtype']}, {first['device']}; prompts are read within the time; "
+        f"`{first['command']}` at {first['commit']}."
+    )
+    return markdown(header, lines) + "\n\n" + note
