@@ -31,7 +31,9 @@ def manual() -> str:
 def code() -> str:
     """Modules of the Python standard library, one after the other."""
     folder = Path(sysconfig.get_path("stdlib"))
-    return "\n\n".join(f"# {name}.py\n" + (folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+    # A module may be a package in another version of Python.
+    files = {name: next(p for p in (folder / f"{name}.py", folder / name / "__init__.py") if p.is_file()) for name in _MODULES}
+    return "\n\n".join(f"# {name}.py\n" + path.read_text(encoding="utf-8") for name, path in files.items())
 
 
 KINDS = {
