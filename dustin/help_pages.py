@@ -13,6 +13,7 @@ SUMMARIES = {
     "serve": "Serve a model to OpenAI clients.",
     "bench": "Measure the modes side by side on this machine.",
     "calibrate": "Find a pair's scoring heads, once.",
+    "trace": "Answer one prompt and draw which tokens each round read.",
     "doctor": "Tell what works here, and why the rest does not.",
     "models": "List, fetch and verify known models.",
     "config": "Show every option and where its value comes from.",
@@ -35,7 +36,7 @@ class Sectioned(click.Command):
         place = {name: title for title, names in _SECTIONS for name in names}
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *(title for title, _ in _SECTIONS))}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 rows[place.get(str(param.name), "Options")].append(record)
         # One column for all sections: the eye goes down once.
