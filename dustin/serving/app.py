@@ -46,6 +46,7 @@ class Server:
 
     def app(self) -> Starlette:
         """The ASGI application."""
+        handlers: Any = {RequestFailure: _failure, HTTPException: _http_error, ClientDisconnect: _left, Exception: _crash}
         return Starlette(
             routes=[
                 Route("/v1/models", self._guarded(self.list_models), methods=["GET"]),
@@ -55,12 +56,7 @@ class Server:
                 Route("/metrics", self._guarded(self.show_metrics), methods=["GET"]),
                 Route("/health", self.health, methods=["GET"]),
             ],
-            exception_handlers={
-                RequestFailure: _failure,
-                HTTPException: _http_error,
-                ClientDisconnect: _left,
-                Exception: _crash,
-            },  # type: ignore[dict-item]
+            exception_handlers=handlers,
         )
 
     def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
