@@ -56,6 +56,11 @@ def dense_plan(lengths: Any, num_tokens: Any, batch: int, rows: int, keys: int) 
 def dense_verify(q: Any, k: Any, v: Any, lengths: Any, num_tokens: Any, scale: float, plan: Any | None = None) -> Any:
     """As metal_kernels.dense_verify.dense_verify; reads all Nmax rows of the cache. `plan` is a `dense_plan` of these shapes, or
     CAUSAL where every sequence has T rows that end at the last row of k and v."""
+    import mlx.core as mx
+
+    if plan is CAUSAL:
+        # Without a mask nothing else here would read the lengths, and reading them orders this after an in-place append.
+        q = q + mx.minimum(_column(lengths, q.shape[0]), 0).astype(q.dtype)[:, :, None, None]
     mask, column = plan or dense_plan(lengths, num_tokens, *q.shape[:2], k.shape[1])
     return _attend(q, k, v, mask, column, scale)
 

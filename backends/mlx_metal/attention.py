@@ -131,9 +131,6 @@ class Forward:
         plans = None if self.in_place or counts is not self.counts_array else self.plans
         if chosen is None and counts is self.counts_array and self.uniform:
             plans = {(None, k.shape[1]): CAUSAL}
-            if self.in_place:
-                # Without a mask nothing else of the array path would read `starts`, which orders it after the write.
-                q = q + mx.minimum(starts, 0).astype(q.dtype)[:, None, None, None]
         extra = () if chosen is None else (chosen.indices, chosen.counts)
         return verify_attention(q, k, v, starts, counts, scale, *extra, gate=self.gate, plans=plans)[0]
 
