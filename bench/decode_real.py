@@ -73,6 +73,8 @@ class Outcome:
 
 def decode(inner: Session, cell: Cell, tokens: int, probe: Any = None) -> Outcome:
     """Generate `tokens` tokens for every prompt from copies of the cell's caches."""
+    # Pages of the run before, or the copies would need a pool of their own.
+    gc.collect()
     order = list(range(cell.batch))
     target = cell.caches["target"].take(order)
     run = inner._start(cell.prompts, [RequestOptions(max_tokens=tokens, ignore_eos=True)] * cell.batch, target)
