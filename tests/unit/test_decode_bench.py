@@ -1,0 +1,68 @@
+"""What `bench decode` replays and how it finds the best setting of a mode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bench import decode_acceptance as acceptance
+
+
+def test_a_table_brings_what_is_expected_of_it():
+    replayed = acceptance.geometric()
+    assert replayed.expected("sparse", 5) == pytest.approx(sum(0.8**n for n in range(6)))
+    table = replayed.table("sparse", 5, 256, 8, seed=1)
+    assert table.shape == (256, 8)
+    assert float(table.float().mean()) + 1 == pytest.approx(replayed.expected("sparse", 5), abs=0.01)
+    assert int(table.max()) == 5
+
+
+def test_measured_histograms_are_merged_by_kind_and_cut_at_the_drafts_asked_for(tmp_path: Path):
+    entries = [
+        {"kind": "round", "mode": "sparse", "text": "code", "model": "a", "most": 4, "counts": {"0": 1, "4": 3}},
+        {"kind": "round", "mode": "sparse", "text": "novel", "model": "a", "most": 4, "counts": {"0": 3, "2": 1}},
+        {"kind": "check", "mode": "exact", "text": "code", "model": "a", "most": 8, "counts": {"8": 2}},
+    ]
+    path = tmp_path / "acceptance.json"
+    path.write_text(json.dumps({"entries": entries}))
+    every = acceptance.measured(path, "")
+    assert every.expected("sparse", 4) == pytest.approx(1 + (3 * 4 + 2) / 8)
+    assert every.expected("sparse", 1) == pytest.approx(1 + 4 / 8)
+    assert acceptance.measured(path, "code").expected("sparse", 4) == pytest.approx(4.0)
+    assert every.expected("check", 8) == 9.0
+    assert every.most("dense") == 128
+    with pytest.raises(click.UsageError, match="measured up to 4"):
+        every.expected("sparse", 5)
+    with pytest.raises(click.UsageError, match="no histogram for the text 'speech'"):
+        acceptance.measured(path, "speech")
+
+
+def test_lines_and_the_best_setting_of_a_mode():
+    pytest.importorskip("triton")
+    from bench import decode_regimes as regimes
+
+    line = regimes.Line({9: 18.0, 3: 6.0, 5: 12.0})
+    assert [line(n) for n in (3, 4, 5, 7, 17)] == [6.0, 9.0, 12.0, 15.0, 30.0]
+    assert regimes.Line({2: 4.0})(3) == 6.0
+
+    class Bench:
+        acceptance = acceptance.geometric()
+
+    def parts(draft: float, choose: float) -> dict[str, object]:
+        flat = regimes.Line({1: 10.0, 33: 12.0})
+        drafts = {"draft": regimes.Line({2: 2 * draft, 6: 6 * draft}), "dense_draft": regimes.Line({3: 9.0})}
+        return {**drafts, "verify": regimes.Line({3: 3.0, 9: 5.0}), "check": flat, "choose": choose}
+
+    cheap = regimes._best(Bench(), parts(0.1, 0.2))
+    assert cheap["ar"] == {"tokens": 1.0, "ms": 10.0}
+    assert cheap["dense"]["draft"] == "sparse"
+    assert cheap["sparse"]["tokens"] / cheap["sparse"]["ms"] > cheap["exact"]["tokens"] / cheap["exact"]["ms"]
+    # A costly choice of the set: the draft reads everything instead, and drafts less.
+    dear = regimes._best(Bench(), parts(0.1, 50.0))
+    assert dear["dense"]["draft"] == "dense"
+    assert dear["dense"]["num_draft_tokens"] < cheap["dense"]["num_draft_tokens"]
