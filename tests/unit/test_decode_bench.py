@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 from bench import decode_acceptance as acceptance
 
