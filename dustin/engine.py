@@ -210,13 +210,17 @@ class Engine:
             uniforms=self._pad([row[:most] for row in self._uniforms], most),
             context=self._penalty_context(),
             target_cache=self._target_cache,
-            draft_set=self._set,
+            draft_set=self._set_of_draft(taking),
             # A row that takes no part must not widen the draft's set.
             set_lengths=tuple(n if b in taking else self._target_cache.capacity for b, n in enumerate(self._set_lengths)),
             select=lambda: self._select(Drafts(None, limits), taking),
             may_stop=not sparse,
         )
         return self.drafter.propose(state)
+
+    def _set_of_draft(self, taking: set[int]) -> TokenSet | None:
+        """What a draft model's own attention reads this round: the last set; None for everything."""
+        return self._set
 
     def _select(self, drafts: Drafts, taking: set[int]) -> TokenSet | None:
         lookahead = drafts.queries

@@ -183,6 +183,17 @@ def test_a_released_slot_leaves_no_trace() -> None:
     assert [tuple(row.generated) for row in rows] == [greedy(p, n) for p, n in zip(PROMPTS[3:], COUNTS[3:], strict=True)]
 
 
+def test_a_draft_reads_everything_in_the_round_after_a_long_prompt_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dustin.slots._FAR_BEHIND", 15)
+    seen: list[bool] = []
+    engine = opened(options("exact"), "draft", 2)
+    propose = engine.drafter.propose
+    engine.drafter.propose = lambda state: (seen.append(state.draft_set is None), propose(state))[1]  # type: ignore[method-assign]
+    rows, _ = serve(engine, PROMPTS, requests())
+    assert [tuple(row.generated) for row in rows] == [greedy(p, n) for p, n in zip(PROMPTS, COUNTS, strict=True)]
+    assert 1 < sum(seen) < len(seen) / 2
+
+
 def test_a_long_prompt_is_read_beside_the_others_rounds() -> None:
     engine = opened(options("dense"), "lookup", 3)
     engine.admit(Row(0, PROMPTS[1], RequestOptions(max_tokens=40), 40, frozenset(), None))
