@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("torch")
 
-from dustin.config import RequestOptions, SamplingOptions
+from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.generation import Session
 from tests import tiny_model
-from tests.server.helpers import events, running, tiny_session
+from tests.server.helpers import events, running, tiny_session, until
 
 COUNT = 14
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew tea for their very old cat".split()
@@ -137,6 +138,23 @@ def test_exact_samples_with_lagged_sets_or_not_at_all(folders: tuple[Path, Path]
         reply = server.complete("hello", temperature=1)
         assert reply.status_code == 400 and "lookahead-lag 0" in reply.text
         assert server.complete("hello").status_code == 200
+
+
+@pytest.mark.parametrize("backend", ["mlx", "numpy"])
+def test_other_backends_serve_too(folders: tuple[Path, Path], backend: str) -> None:
+    """All of a model's work is done in the engine's thread, which is where MLX wants it."""
+    import dustin
+
+    if backend == "mlx":
+        pytest.importorskip("mlx.core")
+    options = EngineOptions(mode="dense", drafter="lookup")
+    asked = ["the same beginning, then a fox", "the same beginning, then a dog", "tea"]
+    expected = [alone(tiny_session(folders[0]), prompt, 8) for prompt in asked]
+    load = partial(dustin.load, str(folders[0]), backend=backend, device="cpu", options=options)
+    with running(load, slots=2) as server, ThreadPoolExecutor(3) as pool:
+        until(lambda: server.scheduler.state != "loading", 60)
+        answers = list(pool.map(lambda prompt: server.complete(prompt, max_tokens=8, ignore_eos=True).json(), asked))
+    assert [answer["choices"][0]["text"] for answer in answers] == expected
 
 
 def test_what_cannot_be_served_is_refused_at_the_start(folders: tuple[Path, Path]) -> None:
