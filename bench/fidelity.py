@@ -30,7 +30,7 @@ from bench.fidelity_cells import (
     replay_cell,
     text_replay,
 )
-from bench.fidelity_documents import TASKS, make, suffix
+from bench.fidelity_documents import TASKS, Document, make, suffix
 from dustin.interfaces import Tap
 from dustin.scoring import Scoring
 
@@ -45,8 +45,9 @@ def required(profiles: Collection[str]) -> list[Cell]:
     best = "profile" if profiles else "heuristic"
     cells = [Cell("dense", "heuristic", 1024)]
     cells += [Cell("dustin", name, 1024) for name in [*heads, "heuristic", "mid"]]
-    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in [*heads, "heuristic/8", "heuristic", "one", *srh]]
+    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in [*heads, "heuristic", "one", *srh]]
     cells += [Cell("dustin", name, 512) for name in [*heads, "heuristic", "mid", "one", *srh]]
+    cells += [Cell("dustin", name, 0, bytes_of=3072) for name in (best, "heuristic", "mid")]
     for budget in (1024, 512):
         cells += [Cell("oracle", "heuristic", budget)]
         cells += [Cell(name, best, budget) for name in ("history", "lookahead", "streaming", "snapkv", "h2o", "quest")]
@@ -57,9 +58,9 @@ def further(profiles: Collection[str]) -> list[Cell]:
     """Budgets, and options beyond the paper."""
     best = "profile" if profiles else "heuristic"
     cells = [Cell("dustin", best, budget) for budget in (2048, 256, 128)]
-    cells += [Cell("dustin", name, 0, bytes_of=3072) for name in dict.fromkeys((best, "heuristic", "mid", "mid/8"))]
-    cells += [Cell("dustin", best, 0, bytes_of=4800)]
-    cells += [Cell("oracle by layer", "heuristic", 512), Cell("oracle", "heuristic", 2048), Cell("dustin", "heuristic", 2048)]
+    cells += [Cell("oracle by layer", "heuristic", 1024), Cell("oracle", "heuristic", 2048), Cell("dustin", best, 0, bytes_of=4800)]
+    cells += [Cell("oracle by layer", "heuristic", 512), Cell("oracle by layer", "heuristic", 2048)]
+    cells += [Cell("dustin", name, 2048) for name in ("heuristic", "mid")] + [Cell("dustin", "heuristic/8", 0, bytes_of=1536)]
     cells += [Cell("dustin", name, 1024) for name in ("heuristic/8", "one", "mid/8")]
     cells += [Cell("specattn", best, 1024), Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]
     return cells
@@ -71,9 +72,11 @@ class Bench:
     def __init__(self, session: Any, opts: dict[str, Any], profiles: dict[str, Any]) -> None:
         self.session, self.opts, self.profiles = session, opts, profiles
         self.command, self.commit = rows.command(), rows.commit()
+        self.card = _card(session.backend.device)
         self.began = opts.get("started") or time.perf_counter()
         self.deadline = self.began + opts["seconds"]
         self.failed = False
+        self.documents: list[Document] = []
         # Cells try many budgets once: no kernel of the selection is compiled for each.
         if hasattr(session.backend, "plain_selection"):
             session.backend.plain_selection = True
@@ -95,7 +98,7 @@ class Bench:
         """Write and print one row."""
         draft = self.session.draft
         base = {
-            "bench": "fidelity", "device": self.session.backend.device, "model": self.session.target.spec.name,
+            "bench": "fidelity", "device": self.session.backend.device, "card": self.card, "model": self.session.target.spec.name,
             "draft": draft.spec.name if draft else None, "dtype": self.session.target.spec.dtype,
             "num_draft_tokens": self.opts["gamma"], "seed": self.opts["seed"],
         }  # fmt: skip
@@ -123,7 +126,9 @@ class Bench:
         row = {"context": context, "track": track, "selector": cell.selector, "heads": cell.heads, "budget": budget}
         extra: dict[str, Any] = {"bytes_of_budget": cell.bytes_of} if cell.bytes_of else {}
         extra |= {"top_mass": cell.top_mass} if cell.top_mass else {}
-        self.emit(**row, **extra, scoring=scoring.describe(), **fidelity_stats.cell(measured))
+        kinds = [document.kind for document in self.documents]
+        where = {"by_document": fidelity_stats.by_document(measured, kinds)} if cell.selector in ("dustin", "oracle") else {}
+        self.emit(**row, **extra, scoring=scoring.describe(), **fidelity_stats.cell(measured), **where)
 
     def tasks(self, pair: Pair, context: int, ways: list[Way], until: float) -> None:
         """Questions of all kinds, dense attention first."""
@@ -192,6 +197,15 @@ class Bench:
         replay.close()
 
 
+def _card(device: str) -> str:
+    """The GPU's name, or the processor's."""
+    if device != "cuda":
+        return rows.processor()
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
 def ways_of(bench: Bench, heads: list[str], context: int) -> list[Way]:
     """Dense attention, then the selectors at a budget of 512 (128 for short documents)."""
     scoring = {name: named_scoring(name, bench.session, bench.profiles) for name in heads}
@@ -219,8 +233,8 @@ def shares(contexts: list[int], began: float, seconds: float) -> Iterator[tuple[
 @click.option("--contexts", default="8192,16384,32000", show_default=True, help="Tokens of the documents' prefixes.")
 @click.option("--documents", default=12, show_default=True)
 @click.option("--tokens", default=193, show_default=True, help="Continuation of a document, for chat and text.")
-@click.option("--questions", default=5, show_default=True, help="Questions a document and context.")
-@click.option("--at-once", default=30, show_default=True, help="Questions of one batch.")
+@click.option("--questions", default=6, show_default=True, help="Questions a document and context.")
+@click.option("--at-once", default=36, show_default=True, help="Questions of one batch.")
 @click.option("--drift-tokens", default=1025, show_default=True, help="0: no drift track.")
 @click.option("--gamma", default=5, show_default=True)
 @click.option("--seconds", default=3600.0, show_default=True, help="Leave out what does not fit in this time, loading included.")
@@ -262,6 +276,7 @@ def run(session: Any, opts: dict[str, Any]) -> None:
     pair = Pair(session, documents, max(contexts), room, opts["prefill_chunk"], opts["at_once"])
     click.echo(f"[{time.perf_counter() - bench.began:.0f}s] {len(documents)} documents of {max(contexts)} tokens read", err=True)
     heads = ["profile", "heuristic"] if profiles else ["heuristic"]
+    bench.documents = documents
     for context, until in shares(contexts, time.perf_counter(), bench.deadline - time.perf_counter()):
         _one_context(bench, pair, context, until, heads)
     shortest, tokens = min(contexts), opts["drift_tokens"]
@@ -286,6 +301,10 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, heads: li
 
     def chat(cells: list[Cell], end: float) -> None:
         replay, texts = chat_replay(pair, context, opts["tokens"], gamma, known[0] if known else None)
+        if not known:
+            for document, tokens in zip(pair.documents, texts[0], strict=True):
+                said = bench.session.tokenizer.decode(tokens)[:160]
+                click.echo(f"{context} {document.kind}: {said!r}", err=True)
         known.append(texts)
         bench.replays(replay, context, "chat", fitting(cells), end)
 
@@ -306,12 +325,12 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, heads: li
 
     cells = required(profiles)
     known: list[Any] = []
-    bench.guarded(f"{context} chat", lambda: chat(cells, share(0.3)))
+    bench.guarded(f"{context} chat", lambda: chat(cells, share(0.32)))
     if opts["questions"]:
-        bench.guarded(f"{context} tasks", lambda: bench.tasks(pair, context, ways_of(bench, heads, context), share(0.65)))
-    bench.guarded(f"{context} text", lambda: text(share(0.78)))
+        bench.guarded(f"{context} tasks", lambda: bench.tasks(pair, context, ways_of(bench, heads, context), share(0.7)))
+    bench.guarded(f"{context} text", lambda: text(share(0.82)))
     if bench.session.draft is not None:
-        bench.guarded(f"{context} acceptance", lambda: accepted(share(0.88)))
+        bench.guarded(f"{context} acceptance", lambda: accepted(share(0.89)))
     bench.guarded(f"{context} further", lambda: chat(further(profiles), until))
 
 
@@ -325,8 +344,8 @@ def _profiles(session: Any, opts: dict[str, Any]) -> dict[str, Any]:
         short = longest <= 4096
         options = calibration.CalibrationOptions(
             context=longest, seconds=opts["calibration_seconds"], num_draft_tokens=opts["gamma"],
-            allowance=384 if short else 1536, prefill_chunk=opts["prefill_chunk"], documents=2 if short else 8,
-            tokens=31 if short else 129,
+            allowance=384 if short else 1536, prefill_chunk=opts["prefill_chunk"], documents=2 if short else 12,
+            tokens=31 if short else 193,
         )  # fmt: skip
         profile = calibration.calibrate(
             session.backend, session.target, session.draft, session.tokenizer, options, lambda line: click.echo(line, err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -173,7 +174,10 @@ def answer(pair: Pair, context: int, per_document: int, at_once: int, ways: list
             way.scores += [task.score(text) for (_, task), text in zip(part, texts, strict=True)]
             for cache in caches:
                 cache.rollback([context] * len(part))
+            # Engines refer to themselves: without this their caches would outlive them, and the next batch find no memory.
+            gc.collect()
         del caches
+        gc.collect()
     return asked
 
 

@@ -44,6 +44,12 @@ def cell(measured: Measured) -> dict[str, object]:
     }
 
 
+def by_document(measured: Measured, kinds: Sequence[str]) -> list[list[object]]:
+    """[kind of text, agreement, KL] of each document."""
+    rows = zip(kinds, measured.by_sequence(measured.same), measured.by_sequence(measured.kl), strict=True)
+    return [[kind, round(float(same.mean()), 3), round(float(kl.mean()), 4)] for kind, same, kl in rows if len(same)]
+
+
 def first_disagreement(measured: Measured) -> float:
     """Mean rows of a document before the first that dense attention would not have chosen (all of them where there is none)."""
     runs = [int(np.argmin(row)) if not row.all() else len(row) for row in measured.by_sequence(measured.same) if len(row)]

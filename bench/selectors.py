@@ -50,6 +50,7 @@ def main(**opts: Any) -> None:
     profiles = fidelity._profiles(session, opts)
     bench = fidelity.Bench(session, opts, profiles)
     documents = make(session.tokenizer, [opts["context"]], opts["documents"], opts["tokens"] + 8, opts["seed"])
+    bench.documents = documents
     pair = Pair(session, documents, opts["context"], opts["tokens"] + 128, 512, 0)
     replay, _ = chat_replay(pair, opts["context"], opts["tokens"], opts["gamma"])
     heads = "profile" if profiles else "heuristic"

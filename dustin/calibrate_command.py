@@ -18,8 +18,8 @@ _COUNT = click.IntRange(1)
 @click.command(cls=Sectioned, context_settings=CONTEXT)
 @loading_options
 @click.option("--context", type=click.IntRange(256), help="Tokens of a document. Default: 16384, or what the models hold.")
-@click.option("--documents", type=_COUNT, default=8, show_default=True, help="Documents read.")
-@click.option("--tokens", type=click.IntRange(16), default=128, show_default=True, help="Answer tokens measured on each.")
+@click.option("--documents", type=_COUNT, default=12, show_default=True, help="Documents read.")
+@click.option("--tokens", type=click.IntRange(16), default=192, show_default=True, help="Answer tokens measured on each.")
 @click.option(
     "--allowance", type=click.IntRange(192), default=1536, show_default=True,
     help="Tokens whose keys and values a round may read in bytes, scoring included.",

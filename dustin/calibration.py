@@ -1,15 +1,17 @@
 """Calibration of a pair: scoring heads, m and dense layers by KL at equal bytes on recorded traces (METHOD 3.1 and 3.2).
 
-No data set is needed: documents are the Python language reference that comes with every CPython, needles are made of the
-tokenizer's own vocabulary, and what is continued are the target's own dense greedy answers. Attention recovery is reported
+No data set is needed: documents are the language reference and library sources that come with every CPython, needles are made
+of the tokenizer's own vocabulary, and what is continued are the target's own dense greedy answers. Attention recovery is reported
 beside KL and is not the objective: on a real pair the selection with the higher recovery had the higher KL.
 """
 
 from __future__ import annotations
 
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dustin.config import EngineOptions
@@ -29,6 +31,10 @@ TASKS = (
     "Write ten questions that the text above answers, each with its answer.",
     "List every function, class and exception that the text above names, and say what each is for.",
 )
+MODULES = (
+    "difflib", "pickle", "optparse", "_pydecimal", "configparser", "statistics", "random", "threading", "shutil", "mailbox",
+    "pickletools", "turtle", "textwrap", "queue",
+)  # fmt: skip
 # A change is kept when it lowers the KL by this share: less is noise.
 WORTHWHILE = 0.02
 # Budgets at equal bytes go in these steps, so that a backend that keeps a graph a shape finds it again.
@@ -42,8 +48,8 @@ class CalibrationOptions:
     values, scoring and dense layers included; `seconds` bounds the search."""
 
     context: int = 16384
-    documents: int = 8
-    tokens: int = 128
+    documents: int = 12
+    tokens: int = 192
     allowance: int = 1536
     num_draft_tokens: int = 5
     seconds: float = 240.0
@@ -67,7 +73,8 @@ class Trial:
 
 @dataclass
 class Calibrator:
-    """Measures scorings on one set of traces. `say` takes a line of progress."""
+    """Measures scorings on one set of traces. `say` takes a line of progress; `single` keeps the KL of each layer scoring alone
+    ("target", "draft") or kept dense ("dense")."""
 
     replay: Replay
     target: Model
@@ -78,6 +85,7 @@ class Calibrator:
     allowed: int = 0
     deadline: float = 0.0
     trials: list[Trial] = field(default_factory=list)
+    single: dict[str, dict[str, float]] = field(default_factory=dict)
     _seen: dict[Any, Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -168,6 +176,7 @@ class Calibrator:
         singles = [_with(best.scoring, side, all_heads(spec, [layer])) for layer in layers]
         best = self.best(best, singles, f"{side} layer", 0.0)
         ranked = sorted((self._kl_of(scoring), layer) for scoring, layer in zip(singles, layers, strict=True))
+        self.single[side] = {str(layer): round(kl, 4) for kl, layer in ranked if kl < float("inf")}
         promising = [layer for _, layer in ranked[:9]]
         pair = [[a, b] for a in promising[:2] for b in promising if b != a]
         best = self.best(best, [_with(best.scoring, side, all_heads(spec, sorted(p))) for p in pair], f"two {side} layers")
@@ -204,6 +213,9 @@ class Calibrator:
             have = best.scoring.dense_layers
             wider = [replace(best.scoring, dense_layers=tuple(sorted((*have, layer)))) for layer in layers if layer not in have]
             found = self.best(best, wider, f"dense layer {number + 1}")
+            if not number:
+                tried = {str(scoring.dense_layers[-1]): self._kl_of(scoring) for scoring in wider}
+                self.single["dense"] = {layer: round(kl, 4) for layer, kl in tried.items() if kl < float("inf")}
             if found is best:
                 break
             best = found
@@ -223,13 +235,15 @@ def _with(scoring: Scoring, side: str, tap: Tap) -> Scoring:
 
 
 def documents(tokenizer: Tokenizer, count: int, context: int, tasks: Sequence[str] = TASKS) -> list[list[int]]:
-    """`count` chat prompts of `context` tokens over the Python language reference; passages overlap where it is too short."""
-    ids = reference_text(tokenizer)
+    """`count` chat prompts of `context` tokens, two thirds prose and a third code; passages overlap where a text is too short."""
+    kinds = [2 if i % 3 == 2 else 1 for i in range(count)]
+    texts = {1: reference_text(tokenizer)} | ({2: library_text(tokenizer)} if 2 in kinds else {})
     made = []
-    for i in range(count):
+    for i, kind in enumerate(kinds):
         opening, closing = chat_frame(tokenizer, tasks[i % len(tasks)])
-        room = context - len(opening) - len(closing)
-        start = i * max(1, len(ids) - room) // max(count, 1)
+        ids, room = texts[kind], context - len(opening) - len(closing)
+        rank, of = kinds[:i].count(kind), kinds.count(kind)
+        start = rank * max(1, len(ids) - room) // of
         made.append([*opening, *ids[start : start + room], *closing])
     return made
 
@@ -239,6 +253,13 @@ def reference_text(tokenizer: Tokenizer) -> list[int]:
     from pydoc_data.topics import topics
 
     return tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False)
+
+
+def library_text(tokenizer: Tokenizer) -> list[int]:
+    """Tokens of library modules, where their sources are installed; of the reference where they are not."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    found = [path.read_text(encoding="utf-8") for name in MODULES if (path := folder / f"{name}.py").is_file()]
+    return tokenizer.encode("\n\n".join(found), add_special_tokens=False) if found else reference_text(tokenizer)
 
 
 def calibrate(
@@ -298,6 +319,7 @@ def _calibrate(
         "seconds": round(spent, 1),
         "scorings_tried": len(calibrator.trials),
         "needles_answered": answered,
+        "kl_of_single_layers": calibrator.single,
         "heuristic": {"budget": start.budget, **_rounded(start.numbers)},
         "chosen": {"budget": best.budget, **_rounded(best.numbers)},
     }
