@@ -180,40 +180,50 @@ def score_mass_kernel(
     weights, tops, lse, scores,
     stride_qb, stride_qr, stride_qs, stride_pt, nmax, scale_log2, softcap, weight,
     LAYERS: tl.constexpr, KVH: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2, program (tile of BLOCK_N keys, sequence): sums rows, then kv groups and layers, in fixed order."""
+    """Pass 2, program (TILES tiles of BLOCK_N keys, sequence): sums rows, then kv groups and layers, in fixed order."""
     begin_dependent(PDL)
-    start = tl.program_id(0) * BLOCK_N
+    start = tl.program_id(0) * (TILES * BLOCK_N)
     # What pass 1 wrote last is read first: it still lies in the L2.
     b = tl.num_programs(1) - 1 - tl.program_id(1)
     length = tl.load(lengths + b)
     fed = tl.load(num_rows + b)
-    keys = tl.arange(0, BLOCK_N)
-    position = start + keys
+    position = start + tl.arange(0, TILES * BLOCK_N)
     row_scores = scores + b.to(tl.int64) * nmax
     if (start >= length) | (fed <= 0):
         if not ADD:
             tl.store(row_scores + position, tl.where(position < length, 0.0, float("-inf")), mask=position < nmax)
         return
-    m = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    mass = tl.zeros([BLOCK_N], tl.float32)
+    mass = tl.zeros([TILES * BLOCK_N], tl.float32)
     if KEEP:
+        r = tl.arange(0, BLOCK_R)
+        tiles = tl.cdiv(nmax, BLOCK_N)
+        # Tiles of this program that pass 1 wrote.
+        written = tl.cdiv(length, BLOCK_N) - tl.program_id(0) * TILES
+        inside = tl.arange(0, TILES) < written
         for group in range(LAYERS * KVH):
-            head = tl.load(head_table + group * H + m % H)
-            valid = (m // H < fed) & (head >= 0)
+            head = tl.load(head_table + group * H + r % H)
+            valid = (r // H < fed) & (head >= 0)
             slab = b.to(tl.int64) * (LAYERS * KVH) + group
-            tile = slab * tl.cdiv(nmax, BLOCK_N) + tl.program_id(0)
-            p = tl.load(weights + tile * (BLOCK_N * ROWS) + keys[:, None] * ROWS + m[None, :], mask=(m < ROWS)[None, :], other=0.0)
-            top = tl.load(tops + (tile * STRIPS + tl.arange(0, STRIPS))[:, None] * BLOCK_M + m[None, :])
+            first = slab * tiles + tl.program_id(0) * TILES
+            place = tl.arange(0, TILES * BLOCK_N)[:, None] * ROWS + r[None, :]
+            kept = (place < written * (BLOCK_N * ROWS)) & (r < ROWS)[None, :]
+            p = tl.load(weights + first * (BLOCK_N * ROWS) + place, mask=kept, other=0.0)
+            strips = tl.arange(0, TILES)[:, None, None] * STRIPS + tl.arange(0, STRIPS)[None, :, None]
+            known = inside[:, None, None] & (r < BLOCK_M)[None, None, :]
+            top = tl.load(tops + first * (STRIPS * BLOCK_M) + strips * BLOCK_M + r[None, None, :], mask=known, other=0.0)
             # Rows that do not count get an infinite log-sum-exp, hence mass 0.
-            shift = tl.load(lse + slab * BLOCK_M + m, mask=valid, other=float("inf"))
-            share = tl.exp2(top - shift[None, :])
-            p = tl.reshape(p.to(tl.float32), [BLOCK_N // (STRIPS * STRIP), STRIPS, STRIP, BLOCK_M])
-            mass += tl.reshape(tl.sum(p * share[None, :, None, :], 3), [BLOCK_N])
+            shift = tl.load(lse + slab * BLOCK_M + r, mask=valid, other=float("inf"))
+            share = tl.exp2(top - shift[None, None, :])
+            p = tl.reshape(p.to(tl.float32), [TILES, BLOCK_N // (STRIPS * STRIP), STRIPS, STRIP, BLOCK_R])
+            mass += tl.reshape(tl.sum(p * share[:, None, :, None, :], 4), [TILES * BLOCK_N])
     else:
+        m = tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, BLOCK_D)
+        keys = tl.arange(0, BLOCK_N)
         factor = 1.0 if SOFTCAP else scale_log2
         pages = page_table + b.to(tl.int64) * stride_pt
         page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
@@ -346,7 +356,8 @@ def score_layers(
         *inputs, workspace.stats, workspace.counters, *strides, shape.num_chunks, scale_log2, softcap,
         BLOCK_C=power_of_two(shape.num_chunks), CHUNK=shape.chunk, **common,
     )  # fmt: skip
-    score_mass_kernel[(triton.cdiv(nmax, shape.config.block_n), batch)](
-        *inputs, scores, *strides, scale_log2, softcap, weight / groups[0].num_heads, ADD=add, **common,
+    score_mass_kernel[(triton.cdiv(nmax, shape.config.block_n * shape.mass_tiles), batch)](
+        *inputs, scores, *strides, scale_log2, softcap, weight / groups[0].num_heads, TILES=shape.mass_tiles,
+        BLOCK_R=power_of_two(shape.row_weights), ADD=add, **common,
     )  # fmt: skip
     return scores

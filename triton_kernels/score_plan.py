@@ -63,12 +63,14 @@ def group_layers(groups: tuple[HeadGroups, ...]) -> HeadGroups:
 
 @dataclass(frozen=True)
 class ScoreConfig:
-    """Launch sizes: keys a tile, keys a chunk (a program of pass 1) at least, pipeline stages, warps."""
+    """Launch sizes: keys a tile, keys a chunk (a program of pass 1) at least, stages, warps, tiles a program of pass 2 (0: by
+    the rows)."""
 
     block_n: int = 128
     chunk: int = 1024
     num_stages: int = 3
     num_warps: int = 4
+    mass_tiles: int = 0
 
 
 class ScoreWorkspace:
@@ -100,6 +102,7 @@ class ScoreShape:
     keep: bool
     strips: int
     row_weights: int
+    mass_tiles: int
 
     def workspace(self, dtype: torch.dtype, device: torch.device | str) -> ScoreWorkspace:
         return ScoreWorkspace(self.num_weights, self.num_tops, self.num_stats, self.num_lanes, dtype, device)
@@ -130,7 +133,10 @@ def score_shape(
         elif dtype == torch.float32:
             config = ScoreConfig(32, 1024, 2)
         else:
-            config = ScoreConfig(64 if block_m > 32 or dim > 128 else 128)
+            # Long chunks as long as programs fill the processors several times.
+            slabs = batch * layers * kv_groups
+            chunk = next((c for c in (2048, 1024) if slabs * triton.cdiv(nmax, c) >= 512), 512)
+            config = ScoreConfig(64 if block_m > 32 or dim > 128 else 128, chunk)
     # Statistics of all chunks of a lane are combined in one tile: at most 64 of them.
     chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
     num_chunks = triton.cdiv(nmax, chunk)
@@ -142,7 +148,11 @@ def score_shape(
     # Whole vectors of eight, so that stores are wide.
     row_weights = triton.cdiv(rows * per_group, 8) * 8
     weights, tops = (slabs * tiles * config.block_n * row_weights, lanes * tiles * strips) if keep else (0, 0)
-    return ScoreShape(config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips, row_weights)
+    # Without kept weights a program has one tile: its products need the registers.
+    mass_tiles = (config.mass_tiles or max(1, 64 // power_of_two(row_weights))) if keep else 1
+    return ScoreShape(
+        config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips, row_weights, mass_tiles
+    )
 
 
 def workspace_for(
