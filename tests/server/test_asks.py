@@ -144,7 +144,7 @@ def bodies(fields: set[str], needed: str, value: Any) -> st.SearchStrategy[dict[
     return some.map(lambda body: {needed: value, "max_tokens": 3} | body) | some
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(chat=st.booleans(), data=st.data())
 def test_no_body_makes_an_error_of_ours(server: Running, chat: bool, data: st.DataObject) -> None:
     if chat:
