@@ -250,6 +250,7 @@ def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict[Any, A
     base = baselines[key]
     attention = time_us([lambda i=i: run.sparse_layer(i) for i in range(case.shape.layers)]) / case.shape.layers
     scoring, selection = time_us(run.scoring()), time_us(run.selection())
+    choosing, translating = time_us([run.choose] * 4) / 4, time_us([run.translate] * 4) / 4
     whole = time_us([*run.selection(), *run.layers()])
     dense_total = base["best"][0] * case.shape.layers
     row_bytes = 4 * case.shape.row_elements
@@ -261,6 +262,7 @@ def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict[Any, A
         "shape": f"{case.shape.name}, {case.shape.layers} layers",
         "weights": "random",
         "kv_layout": memory.layout,
+        "pages": "shuffled" if memory.shuffled else "in allocation order",
         "context": case.context,
         "batch": case.batch,
         "query_rows": TOKENS,
@@ -271,6 +273,8 @@ def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict[Any, A
         "per_layer_us": round(whole / case.shape.layers, 2),
         "sparse_attention_us_per_layer": round(attention, 2),
         "scoring_us_per_round": round(scoring, 1),
+        "choosing_us_per_round": round(choosing, 1),
+        "translation_us_per_round": round(translating, 1),
         "selection_us_per_round": round(selection, 1),
         "selection_percent_of_dense": round(100 * selection / dense_total, 2),
         "our_dense_us_per_layer": round(base["ours"], 1),
@@ -309,13 +313,14 @@ def copy_tb_per_s(memory: Memory) -> float:
 @click.command()
 @click.option("--only", default="", help="Run the cases whose 'shape context batch budget' contains this text.")
 @click.option("--tune/--no-tune", "tuned", default=False, help="Try several launch configurations for each case and keep the best.")
-@click.option("--layout", type=click.Choice(["interleaved", "separate"]), default="interleaved", show_default=True)
+@click.option("--layout", type=click.Choice(["interleaved", "separate"]), default="separate", show_default=True)
+@click.option("--shuffled", is_flag=True, help="Pages of a sequence in random order instead of the allocator's.")
 @click.option("--output", type=click.Path(path_type=Path), default=rows.RESULTS / "attention.jsonl", show_default=True)
-def main(only: str, tuned: bool, layout: str, output: Path) -> None:
+def main(only: str, tuned: bool, layout: str, shuffled: bool, output: Path) -> None:
     """Sparse verification attention, selection included, against tuned dense attention on one GPU."""
     if not torch.cuda.is_available() and not INTERPRETED:
         raise click.ClickException("needs an NVIDIA GPU")
-    memory = Memory("cuda", 32 * 32768, layout)
+    memory = Memory("cuda", 32 * 32768, layout, shuffled)
     copy_rate = copy_tb_per_s(memory)
     click.echo(f"copy {copy_rate:.2f} TB/s", err=True)
     done: list[dict[str, Any]] = []

@@ -72,7 +72,8 @@ class Memory:
 
     device: str
     tokens: int
-    layout: str = "interleaved"
+    layout: str = "separate"
+    shuffled: bool = False  # pages in random order; else as the allocator of the CUDA backend hands them out, ascending
     buffers: list[torch.Tensor] = field(default_factory=list)
     draft_keys: list[torch.Tensor] = field(default_factory=list)
     workspace: AttentionWorkspace | None = None
@@ -161,10 +162,9 @@ class Round:
         pages = -(-case.context // PAGE)
         total = memory.tokens * LARGE.row_elements // self.shape.row_elements // PAGE
         slices = max(1, min(total // (batch * pages), 10))
-        order = torch.randperm(total, device=device, dtype=torch.int32)[: slices * batch * pages]
+        order = self.pages(total)[: slices * batch * pages]
         self.tables = list(order.reshape(slices, batch, pages).contiguous())
-        order = torch.randperm(memory.tokens // PAGE, device=device, dtype=torch.int32)[: batch * pages]
-        self.draft_table = order.reshape(batch, pages)
+        self.draft_table = self.pages(memory.tokens // PAGE)[: batch * pages].reshape(batch, pages)
         self.q = [self.queries(TOKENS, self.shape.heads, self.shape.dim) for _ in range(LAYERS_HELD)]
         self.out = torch.empty_like(self.q[0])
         self.indices = torch.empty(batch, case.budget, dtype=torch.int32, device=device)
@@ -185,6 +185,11 @@ class Round:
         self.side = None if INTERPRETED else torch.cuda.Stream()
         self.sparse_config: AttentionConfig | None = None
         self.dense_config: AttentionConfig | None = None
+
+    def pages(self, count: int) -> torch.Tensor:
+        """Page numbers in the order in which sequences take them."""
+        make = torch.randperm if self.memory.shuffled else torch.arange
+        return make(count, device=self.memory.device, dtype=torch.int32)
 
     def ints(self, value: int) -> torch.Tensor:
         return torch.full((self.case.batch,), value, dtype=torch.int32, device=self.memory.device)
