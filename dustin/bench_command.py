@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dustin import __version__
-from dustin.cli_options import CONTEXT, build_engine_options, debug_option, engine_options, loading_options, refuse_useless
+from dustin.cli_options import CONTEXT, FILE, build_engine_options, debug_option, engine_options, loading_options, refuse_useless
 from dustin.config import MODES, EngineOptions, RequestOptions
 from dustin.errors import ContextLengthError, NumericsError, UsageError
 from dustin.help_pages import Sectioned
@@ -191,7 +191,7 @@ def _modes(text: str) -> list[str]:
 @click.option("--modes", default="dense,exact,sparse,auto", show_default=True, help="Modes to compare with ar, by commas.")
 @click.option("--max-tokens", "-n", type=click.IntRange(2), default=24, show_default=True, help="Tokens generated a prompt.")
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Runs of each mode; the median counts.")
-@click.option("--file", "-f", "files", multiple=True, help="Text for the prompts. Default: Python's language reference.")
+@click.option("--file", "-f", "files", type=FILE, multiple=True, help="Text for the prompts. Default: Python's language reference.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="CSV with a header instead of the table.")
 @debug_option

@@ -16,6 +16,7 @@ from dustin.chat_commands import Quit, carry_out, is_command
 from dustin.chat_input import Reader, gather, history_path, open_reader
 from dustin.cli_options import (
     CONTEXT,
+    FILE,
     build_engine_options,
     build_request,
     debug_option,
@@ -158,7 +159,7 @@ class Chat:
 
 @click.command(cls=Sectioned, context_settings=CONTEXT)
 @click.option("--system-prompt", help="What the model is told about its task.")
-@click.option("--file", "-f", "files", multiple=True, help="Put this text file before the first message; repeatable.")
+@click.option("--file", "-f", "files", type=FILE, multiple=True, help="Put this text file before the first message; repeatable.")
 @loading_options
 @prompt_cache_option
 @request_options

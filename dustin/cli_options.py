@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from dustin.config import DRAFTERS, MODES, SELECTORS, EngineOptions, RequestOptions, SamplingOptions
 from dustin.errors import UsageError
 from dustin.launch import tensor_parallel_option
-from dustin.models import DEFAULT
+from dustin.models import DEFAULT, KNOWN
 
 # Commands read DUSTIN_MODEL, not DUSTIN_GENERATE_MODEL: one name for every command.
 CONTEXT: dict[str, Any] = {"auto_envvar_prefix": "DUSTIN", "help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+# Text files; shells complete their names. What is wrong with one is said by `terminal.read_file`.
+FILE = click.Path(allow_dash=True)
 
 
 class LayerList(click.ParamType):
@@ -122,12 +126,18 @@ def graphs_option(command: Any) -> Any:
     return click.option(flags, default=True, show_default=True, expose_value=False, callback=remember, help=text)(command)
 
 
+def _complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Files and folders, and the known names."""
+    names = [CompletionItem(name) for name in KNOWN if name.lower().startswith(incomplete.lower())]
+    return [CompletionItem(incomplete, type="file"), *names]
+
+
 def loading_options(command: Any) -> Any:
     """--model, --draft-model, --backend, --device, --dtype, --cuda-graphs, --tensor-parallel."""
-    made = [
-        click.option(*flags, name, default=default, show_default=default is not None, help=text)
-        for name, (flags, text, default) in LOADING.items()
-    ]
+    made = []
+    for name, (flags, text, default) in LOADING.items():
+        complete = {"shell_complete": _complete_model} if name in ("model", "draft_model") else {}
+        made.append(click.option(*flags, name, default=default, show_default=default is not None, help=text, **complete))
     return _apply(graphs_option(tensor_parallel_option(command)), made)
 
 

@@ -14,6 +14,7 @@ import click
 from dustin import prompt_cache
 from dustin.cli_options import (
     CONTEXT,
+    FILE,
     build_engine_options,
     build_request,
     debug_option,
@@ -31,7 +32,7 @@ from dustin.terminal import note, prefill_bar, printable, read_prompt
 @click.command(cls=Sectioned, context_settings=CONTEXT)
 @click.argument("prompt", required=False)
 @click.option("--prompt", "-p", "prompt_option", help="The prompt, in place of PROMPT; - is stdin.")
-@click.option("--file", "-f", "files", multiple=True, help="Put this text file before the prompt; may be given several times.")
+@click.option("--file", "-f", "files", type=FILE, multiple=True, help="Put this text file before the prompt; repeatable.")
 @click.option("--system-prompt", help="What the model is told about its task.")
 @click.option("--raw", is_flag=True, help="No chat template: go on with the text of the prompt.")
 @loading_options

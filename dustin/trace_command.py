@@ -11,6 +11,7 @@ import click
 
 from dustin.cli_options import (
     CONTEXT,
+    FILE,
     build_engine_options,
     build_request,
     debug_option,
@@ -29,7 +30,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command(cls=Sectioned, context_settings=CONTEXT)
 @click.argument("prompt", required=False)
 @click.option("--prompt", "-p", "prompt_option", help="The prompt, in place of PROMPT; - is stdin.")
-@click.option("--file", "-f", "files", multiple=True, help="Put this text file before the prompt; may be given several times.")
+@click.option("--file", "-f", "files", type=FILE, multiple=True, help="Put this text file before the prompt; repeatable.")
 @click.option("--raw", is_flag=True, help="No chat template: go on with the text of the prompt.")
 @click.option("--output", "-o", type=_FILE, default=Path("trace.html"), show_default=True, help="The page; it needs no network.")
 @click.option("--png", type=_FILE, help="A picture too (needs matplotlib).")

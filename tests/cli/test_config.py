@@ -206,14 +206,15 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dustin "$@"\n')
     program.chmod(0o755)
     script = (
-        'eval "$(dustin completion bash)"; for words in "dustin gen" "dustin generate --max-" "dustin chat --mode e"; do '
+        'eval "$(dustin completion bash)"; '
+        'for words in "dustin gen" "dustin generate --max-" "dustin chat --mode e" "dustin chat -m Smol"; do '
         "COMP_WORDS=($words); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=(); _dustin_completion dustin; "
         'echo "${COMPREPLY[@]}"; done'
     )
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = [bash, "--norc", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert done.stdout.splitlines() == ["generate", "--max-tokens --max-kv-size", "exact"], done.stderr
+    assert done.stdout.splitlines() == ["generate", "--max-tokens --max-kv-size", "exact", "SmolLM2-135M-Instruct"], done.stderr
 
 
 def test_unknown_shell(capsys: pytest.CaptureFixture[str]) -> None:
