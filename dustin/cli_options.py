@@ -136,7 +136,7 @@ def loading_options(command: Any) -> Any:
     """--model, --draft-model, --backend, --device, --dtype, --cuda-graphs, --tensor-parallel."""
     made = []
     for name, (flags, text, default) in LOADING.items():
-        complete = {"shell_complete": _complete_model} if name in ("model", "draft_model") else {}
+        complete: dict[str, Any] = {"shell_complete": _complete_model} if name in ("model", "draft_model") else {}
         made.append(click.option(*flags, name, default=default, show_default=default is not None, help=text, **complete))
     return _apply(graphs_option(tensor_parallel_option(command)), made)
 
