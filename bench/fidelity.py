@@ -26,6 +26,7 @@ from bench.fidelity_cells import (
     budget_of,
     chat_replay,
     generate,
+    layer_recovery,
     named_scoring,
     replay_cell,
     text_replay,
@@ -299,13 +300,20 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, heads: li
         # Short documents (small models, CPUs) get a quarter of the budgets.
         return cells if context > 4096 else [replace(c, budget=c.budget // 4, bytes_of=c.bytes_of // 4) for c in cells]
 
-    def chat(cells: list[Cell], end: float) -> None:
+    def layers(replay: Any) -> None:
+        scoring, budget = named_scoring(heads[0], bench.session, bench.profiles), 1024 if context > 4096 else 256
+        recovery = layer_recovery(replay, scoring, budget, bench.session)
+        bench.emit(context=context, track="layers", selector="dustin", heads=heads[0], budget=budget, recovery_by_layer=recovery)
+
+    def chat(cells: list[Cell], end: float, study: bool = False) -> None:
         replay, texts = chat_replay(pair, context, opts["tokens"], gamma, known[0] if known else None)
         if not known:
             for document, tokens in zip(pair.documents, texts[0], strict=True):
                 said = bench.session.tokenizer.decode(tokens)[:160]
                 click.echo(f"{context} {document.kind}: {said!r}", err=True)
         known.append(texts)
+        if study:
+            bench.guarded(f"{context} layers", lambda: layers(replay))
         bench.replays(replay, context, "chat", fitting(cells), end)
 
     def text(end: float) -> None:
@@ -331,7 +339,7 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, heads: li
     bench.guarded(f"{context} text", lambda: text(share(0.82)))
     if bench.session.draft is not None:
         bench.guarded(f"{context} acceptance", lambda: accepted(share(0.89)))
-    bench.guarded(f"{context} further", lambda: chat(further(profiles), until))
+    bench.guarded(f"{context} further", lambda: chat(further(profiles), until, study=True))
 
 
 def _profiles(session: Any, opts: dict[str, Any]) -> dict[str, Any]:

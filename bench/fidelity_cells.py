@@ -11,7 +11,7 @@ from bench.fidelity_documents import TASKS, Document, suffix
 from dustin.config import EngineOptions, RequestOptions
 from dustin.engine import Engine
 from dustin.generation import Session
-from dustin.interfaces import Tap
+from dustin.interfaces import SelectionContext, Tap
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Reading, Replay
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
@@ -139,6 +139,44 @@ def replay_cell(replay: Replay, cell: Cell, scoring: Scoring, budget: int, sessi
     else:
         selector = create_selector(options, scoring, spec)
     return replay.run(selector, scoring.draft, **how)
+
+
+def layer_recovery(replay: Replay, scoring: Scoring, budget: int, session: Session, every: int = 8) -> dict[str, list[float]]:
+    """Share of each full layer's own attention that the shared set holds (`shared`) and that a set of its own would (`own`).
+
+    Sets are chosen with dense attention's queries, in every `every`-th round; means over rounds and sequences.
+    """
+    options = EngineOptions(budget=budget, num_draft_tokens=replay.height - 1)
+    replay_cell(replay, Cell("dense", "", budget), scoring, budget, session)
+    backend, target, cache = replay.backend, replay.target, replay.target.cache
+    selector = create_selector(options, replace(scoring, refresh=1, history_rows=1, history_decay=0.0), session.target.spec)
+    batch, layers = len(replay.start), list(target.tap.heads)
+    sums = {"shared": [0.0] * len(layers), "own": [0.0] * len(layers)}
+    looked = range(1, len(replay.rounds), every)
+    for i in looked:
+        lengths = tuple(start + i * replay.height for start in replay.start)
+        known, before = replay.rounds[i], replay.rounds[i - 1]
+        last = backend.gather_rows(before.queries, [replay.height - 1] * batch)
+        history = backend.narrow_queries(last, target.tap, selector.tap)
+        draft = replay.draft
+        ahead = backend.narrow_queries(known.lookahead, draft.tap, scoring.draft) if draft and known.lookahead else None
+        context = SelectionContext(
+            backend, target.model, cache, lengths, history, selector.tap, draft.model if draft else None,
+            draft.cache if draft else None, ahead, scoring.draft,
+        )  # fmt: skip
+        chosen = selector.select(context)
+        if chosen is None:
+            raise ValueError(f"budget {budget} holds all of {max(lengths)} tokens: nothing to recover")
+        for n, layer in enumerate(layers):
+            heads = Tap({layer: target.tap.heads[layer]})
+            scores = backend.score({layer: known.queries[layer]}, heads, target.model, cache, lengths)
+            own = backend.select(
+                scores, None, lengths, budget=budget, num_sink_tokens=options.num_sink_tokens,
+                num_recent_tokens=options.num_recent_tokens, num_draft_selected=0,
+            )  # fmt: skip
+            for kind, token_set in (("shared", chosen), ("own", own)):
+                sums[kind][n] += sum(backend.set_mass(token_set, scores)) / batch / len(looked)
+    return {kind: [round(x, 4) for x in values] for kind, values in sums.items()}
 
 
 @dataclass

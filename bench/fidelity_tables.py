@@ -41,7 +41,7 @@ def _grid(first: str, contexts: list[int], table: dict[str, dict[int, Any]], cel
 def _note(text: str) -> str:
     first = rows.read(OUT)[0]
     pair = first["model"] + (f" with {first['draft']} as draft" if first["draft"] else "")
-    machine = f"{first['dtype']}, {first['device']}, {first['num_draft_tokens']} drafts"
+    machine = f"{first['dtype']}, {first['card']}, {first['num_draft_tokens']} drafts"
     return f"{text} {pair}, {machine}; `{first['command']}` at {first['commit']}."
 
 
@@ -53,16 +53,48 @@ def _replayed(row: dict[str, Any]) -> str:
 
 
 def fidelity() -> str:
-    """The short table of the README: the paper's selector, its bound and streaming, on chat and text; tasks below."""
+    """The README's lines: the paper's selector at k = 1024 and, on questions, every selector at k = 512, by context."""
+    from bench.tables import markdown
 
-    def keep(row: dict[str, Any]) -> bool:
-        shown = row["budget"] in (1024, 256) and row["selector"] in ("dustin", "oracle", "streaming")
-        named = row["heads"] in ("profile", "heuristic") and not row.get("top_mass")
-        return (shown and named) or row.get("bytes_of_budget") == 1536
+    made = rows.read(OUT)
+    every = ("dustin", "lookahead", "history", "quest", "snapkv", "h2o", "streaming")
+    names = [name for name in every if _points(made, name, None)]
+    lines = []
+    for context in sorted({row["context"] for row in made}):
+        cells = [str(context)]
+        for track in ("chat", "text"):
+            row = _find(made, context, track, 1024)
+            cells += [_number(row, "agreement"), _number(row, "hard_flips", True)] if track == "chat" else []
+            cells += [_number(row, "perplexity_ratio", digits=2)]
+        cells.append(_number(_find(made, context, "chat", 1024), "share_of_dense_bytes", True))
+        lines.append([*cells, *(_points(made, name, context) for name in names)])
+    header = ["context", "chat: same token", "hard flips %", "perplexity ratio", "text: perplexity ratio", "KV bytes read %"]
+    return "\n\n".join([markdown([*header, *(f"answers: {name}" for name in names)], lines), _note(_README)])
 
-    contexts, table = _cells("chat", keep)
-    text = _grid("chat: agreement / hard flips % / KL / perplexity ratio / bytes %", contexts, table, _replayed)
-    return "\n\n".join([text, tasks(), _note("Intervals, recovery and every other cell are in the rows.")])
+
+_README = (
+    "First columns: `sparse`, budget 1024, against dense attention on the same tokens. Answers: points on planted questions at "
+    "budget 512, % of dense attention's (how many questions)."
+)
+
+
+def _find(made: list[dict[str, Any]], context: int, track: str, budget: int) -> dict[str, Any]:
+    """The cell of `dustin` with the profile where there is one, else the heuristic."""
+    for heads in ("profile", "heuristic"):
+        for row in made:
+            plain = not row.get("bytes_of_budget") and not row.get("top_mass") and "kl" in row
+            if plain and (row["context"], row["track"], row["selector"], row["heads"]) == (context, track, "dustin", heads):
+                if row["budget"] == budget:
+                    return row
+    return {}
+
+
+def _points(made: list[dict[str, Any]], selector: str, context: int | None) -> str:
+    for row in made:
+        if row["track"] == "tasks" and row["mode"] == "sparse" and row["selector"] == selector and row["budget"] in (512, 128):
+            if context in (None, row["context"]):
+                return f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']})"
+    return ""
 
 
 def tasks() -> str:
