@@ -23,6 +23,9 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
     """The selector named in the options, for one batch. Those that look at every layer need the target's `spec`."""
     name = options.selector
     scoring = scoring or Scoring(Tap({}), Tap({}))
+    beyond = [layer for layer in options.dense_layers or () if spec is not None and layer >= spec.num_layers]
+    if beyond and spec is not None:
+        raise UsageError(f"dense_layers names layer {beyond[0]}, expected 0 to {spec.num_layers - 1}: {spec.name} has no more")
     if name in _EVERY_LAYER:
         if spec is None:
             raise UsageError(f"selector {name!r} looks at every layer: create_selector needs the target's spec")

@@ -246,6 +246,11 @@ def test_smoothing_lifts_the_neighbours_of_what_is_looked_at() -> None:
     assert {98, 99, 100, 101, 102, 198, 199, 200, 201, 202} <= got
 
 
+def test_dense_layers_that_are_not_there_are_named() -> None:
+    with pytest.raises(UsageError, match="dense_layers names layer 3, expected 0 to 2"):
+        made("dustin", dense_layers=(1, 3))
+
+
 def test_every_layer_selectors_need_the_targets_shape() -> None:
     with pytest.raises(UsageError, match="needs the target's spec"):
         create_selector(options("quest"), SCORING)
