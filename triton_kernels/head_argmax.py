@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .argmax_rows import combine_maxima_kernel
-from .decode_linear import LinearConfig, check_linear, launch_options, load_rows, load_weights
+from .decode_linear import LinearConfig, check_linear, launch_options, swapped_product
 from .runtime import begin_dependent, power_of_two
 
 
@@ -22,21 +22,20 @@ def head_maxima_kernel(
     column = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < V
     rows = tl.arange(0, BLOCK_M)
-    fed = rows < M
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        a = load_rows(x, rows, fed, k, K, BLOCK_K, 1)
-        acc = tl.dot(a, load_weights(w, column, inside, k, K, BLOCK_K, 1, True), acc)
+    # The last chunk reads its last token again in place of those beyond the vocabulary, so that no copy needs a mask.
+    source = tl.minimum(column, V - 1)
+    acc = swapped_product(w, x, source, inside, rows, 0, K, M, K, BLOCK_M, BLOCK_K, False, STAGES)
     # Rounded as stored logits would be, so that ties are the same.
     acc = acc.to(x.dtype.element_ty).to(tl.float32)
-    bad = (acc != acc) & inside[None, :]
-    acc = tl.where(bad | (column >= V)[None, :], float("-inf"), acc)
-    best = tl.max(acc, 1)
-    first = tl.min(tl.where((acc == best[:, None]) & inside[None, :], column[None, :], 2147483647), 1)
+    bad = (acc != acc) & inside[:, None]
+    acc = tl.where(bad | (column >= V)[:, None], float("-inf"), acc)
+    best = tl.max(acc, 0)
+    first = tl.min(tl.where((acc == best[None, :]) & inside[:, None], column[:, None], 2147483647), 0)
     slot = rows * tl.num_programs(0) + chunk
+    fed = rows < M
     tl.store(values + slot, best, mask=fed)
     tl.store(positions + slot, first, mask=fed)
-    tl.store(nans + slot, tl.sum(bad.to(tl.int32), 1), mask=fed)
+    tl.store(nans + slot, tl.sum(bad.to(tl.int32), 0), mask=fed)
 
 
 def head_argmax(
@@ -50,7 +49,7 @@ def head_argmax(
     rows, depth = x.shape
     if not 1 <= vocabulary <= weight.shape[0]:
         raise ValueError(f"vocabulary is {vocabulary}, expected 1 to {weight.shape[0]}")
-    config = config or LinearConfig(128, 128, num_warps=4, num_stages=4)
+    config = config or LinearConfig(64, 128, num_stages=4, swap=True)
     chunks = triton.cdiv(vocabulary, config.block_n)
     values = torch.empty(rows * chunks, dtype=torch.float32, device=x.device)
     positions, nans = (torch.empty(rows * chunks, dtype=torch.int32, device=x.device) for _ in range(2))
