@@ -35,6 +35,11 @@ SERVER: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "slots": (("--slots",), "Requests that run at once; each has KV rows for a whole context (--max-kv-size).", {}),
     "max_queue": (("--max-queue",), "Requests that may wait; more get 429.", {}),
     "prefill_tokens": (("--prefill-tokens",), "Prompt tokens read between two rounds while others stream.", {}),
+    "share_prefixes": (
+        ("--share-prefixes/--no-share-prefixes",),
+        "Whether what prompts have in common is read once; clients can tell by usage and time.",
+        {},
+    ),
     "max_tokens": (("--max-tokens", "-n"), "Tokens of a chat answer that names no limit. Default: what the context leaves.", {}),
     "max_body_bytes": (("--max-body-bytes",), "Largest request body.", {}),
     "request_timeout": (("--request-timeout",), "Seconds a request may take, waiting included; 0 is no limit.", {}),

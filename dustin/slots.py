@@ -48,10 +48,11 @@ class SlotEngine(Engine):
     the answer equals a cold run's. A sequence's tokens do not depend on who else is in the batch (up to rounding).
     """
 
-    def open(self, cache: KVCache, num_slots: int) -> None:
+    def open(self, cache: KVCache, num_slots: int, share: bool = True) -> None:
         """Begin with `num_slots` free slots over an empty cache of that many sequences.
 
-        Raise UsageError for a selector that looks at the prompt's last rows, which chunks read at different times do not keep.
+        Without `share` each sequence reads the whole of its prompt. Raise UsageError for a selector that looks at the prompt's
+        last rows, which chunks read at different times do not keep.
         """
         if self.selector.prompt_rows > 1:
             raise UsageError(f"selector {self.selector.name!r} is for single batches, not for slots: use --select dustin")
@@ -61,6 +62,7 @@ class SlotEngine(Engine):
         self.drafter.start([row.tokens for row in self.rows], cache.capacity + self.options.num_draft_tokens, None)
         self._following: dict[int, tuple[Sequence, int]] = {}
         self.reused = [0] * num_slots
+        self._share = share
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._scoring: dict[int, int] = {}
         self._auto = (self.planner, self.options) if self.planner is not None else None
@@ -101,10 +103,10 @@ class SlotEngine(Engine):
         if sequence.prompt_length + sequence.limit > cache.capacity:
             raise ValueError(f"the sequence needs {sequence.prompt_length + sequence.limit} rows, the slot has {cache.capacity}")
         self.prompt_logprobs.pop(slot, None)
-        scored = prompt_logprobs is not None
-        keep = 0 if scored else self.reusable(slot, sequence.tokens)
+        fresh = prompt_logprobs is not None or not self._share
+        keep = 0 if fresh else self.reusable(slot, sequence.tokens)
         leader, shared = old, keep
-        for row in self.rows if not scored else []:
+        for row in self.rows if not fresh else []:
             most = row.prompt_length if row.reading else self._dense(row)
             common = _common(row.tokens, sequence.tokens, min(most, sequence.prompt_length - 1))
             if row is not old and common >= shared + _WORTH_COPYING:

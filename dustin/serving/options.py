@@ -17,8 +17,9 @@ class ServerOptions:
     """Limits and addresses. Times are in seconds; 0 seconds of `request_timeout` is no limit.
 
     `slots` requests run at once, `max_queue` more wait. `prefill_tokens` prompt tokens are read between two rounds while
-    others stream. `max_tokens` is for chat requests that name no limit (None: what the context leaves). After
-    `stall_timeout` without a finished step the server reports itself unhealthy.
+    others stream. With `share_prefixes` what prompts have in common is read once for all of them. `max_tokens` is for chat
+    requests that name no limit (None: what the context leaves). After `stall_timeout` without a finished step the server
+    reports itself unhealthy.
     """
 
     host: str = "127.0.0.1"
@@ -27,6 +28,7 @@ class ServerOptions:
     slots: int = 8
     max_queue: int = 64
     prefill_tokens: int = 256
+    share_prefixes: bool = True
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
     request_timeout: float = 600.0

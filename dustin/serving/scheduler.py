@@ -212,7 +212,8 @@ class Scheduler:
         stats.mode, stats.drafter, stats.selector = options.mode, options.drafter, options.selector
         self._engine = None  # the old one's memory goes first
         engine = session.make_engine(SlotEngine, options, stats)
-        engine.open(session.target.new_cache(self.options.slots, self.context), self.options.slots)
+        slots = self.options.slots
+        engine.open(session.target.new_cache(slots, self.context), slots, self.options.share_prefixes)
         self._engine = engine
         self._used = {}
 

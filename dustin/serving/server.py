@@ -25,6 +25,7 @@ from dustin.serving.scheduler import Scheduler
 
 # What connections may take to close once every request has its answer, in seconds.
 _CLOSING = 5
+_BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
@@ -58,7 +59,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raise UsageError for an address that cannot be had, saying why."""
+    """A listening socket. Raise UsageError for an address that cannot be had, saying why."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -67,6 +68,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
+        # From here on a connection waits for the loop instead of being refused.
+        made.listen(_BACKLOG)
     except OSError as error:
         made.close()
         raise DustinError(f"cannot listen on {host} port {port}: {error.strerror or error}. Choose another --port") from error

@@ -304,7 +304,6 @@ def test_a_drain_that_takes_too_long_ends_with_an_error() -> None:
 
 def test_an_address_that_cannot_be_had() -> None:
     with listen("127.0.0.1", 0) as taken:
-        taken.listen()
         with pytest.raises(DustinError, match="Choose another --port"):
             listen("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UsageError, match="--host is 'no.such.host.invalid'"):

@@ -174,6 +174,13 @@ def test_what_a_prompt_has_in_common_with_the_last_one_is_not_read_again() -> No
         assert server.metrics()["dustin_prompt_tokens_cached_total"] == 140
 
 
+def test_clients_that_may_not_know_of_each_other() -> None:
+    with running(toy_session(), slots=2, share_prefixes=False) as server:
+        for _ in range(3):
+            answer = server.complete("The document." * 10, max_tokens=4).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 and answer["choices"][0]["text"] == cycle(4)
+
+
 def test_several_choices_read_their_prompt_once() -> None:
     with running(toy_session(), slots=4) as server:
         answer = server.complete("A prompt of some length, read once for all of them", n=4, max_tokens=5).json()

@@ -130,7 +130,6 @@ def test_two_ranks_serve_what_one_does(model: Path) -> None:
 
 def test_what_cannot_start_says_so_in_one_line(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with listen("127.0.0.1", 0) as taken:
-        taken.listen()
         port = taken.getsockname()[1]
         cases: list[tuple[list[object], int, str]] = [
             (["-m", tmp_path / "nothing"], 1, "no model at"),
