@@ -47,6 +47,8 @@ class QuotaSelector(BaseSelector):
             pool = self._scoring.pool_for(self._options.budget)
             self._pool = self._choose(backend, target, draft, context.lengths, self._share, pool)
             self._pool_lengths = context.lengths
+        if not context.repeat:
+            self._restarted = set()
         chosen = self._cut(context, chosen, target, draft)
         return replace(chosen, dense_layers=self._dense) if self._dense else chosen
 
@@ -78,7 +80,7 @@ class QuotaSelector(BaseSelector):
             decays = tuple(0.0 if row in self._restarted else decay for row in range(len(context.lengths)))
             total = context.backend.accumulate(self._total, fresh, decays)
         if not context.repeat:
-            self._total, self._restarted = total, set()
+            self._total = total
         return total
 
     def _cut(self, context: SelectionContext, chosen: TokenSet, target: Array | None, draft: Array | None) -> TokenSet:

@@ -240,6 +240,18 @@ def test_a_pool_is_scored_between_refreshes_and_new_tokens_are_in_it() -> None:
     assert 300 in chosen(selector.select(grown))
 
 
+def test_a_new_sequence_is_scored_whole_once_and_pooled_again() -> None:
+    target = Planted({layer: {40: 0, 300: 2} for layer in range(LAYERS)})
+    selector = made("history", replace(SCORING, refresh=50, pool=80))
+    costs = []
+    for number in range(6):
+        if number == 2:
+            selector.restart({0})
+        selector.select(context(target, history=0))
+        costs.append(selector.cost.target_bytes)
+    assert costs[0] == costs[2] and costs[1] == costs[3] == costs[4] == costs[5] < costs[0] / 2
+
+
 def test_smoothing_lifts_the_neighbours_of_what_is_looked_at() -> None:
     target = Planted({layer: {100: 0, 200: 0} for layer in range(LAYERS)})
     got = chosen(made("history", replace(SCORING, smoothing=5)).select(context(target, history=0)))
