@@ -63,7 +63,7 @@ def further(profiles: Collection[str]) -> list[Cell]:
     cells += [Cell("oracle by layer", "heuristic", 512), Cell("oracle by layer", "heuristic", 2048)]
     cells += [Cell("dustin", name, 2048) for name in ("heuristic", "mid")] + [Cell("dustin", "heuristic/8", 0, bytes_of=1536)]
     cells += [Cell("dustin", name, 1024) for name in ("heuristic/8", "one", "mid/8")]
-    cells += [Cell("specattn", best, 1024), Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]
+    cells += [Cell("dustin", best, 1024, lag=1), Cell("specattn", best, 1024), Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]
     return cells
 
 
@@ -127,6 +127,7 @@ class Bench:
         row = {"context": context, "track": track, "selector": cell.selector, "heads": cell.heads, "budget": budget}
         extra: dict[str, Any] = {"bytes_of_budget": cell.bytes_of} if cell.bytes_of else {}
         extra |= {"top_mass": cell.top_mass} if cell.top_mass else {}
+        extra |= {"lookahead_lag": cell.lag} if cell.lag else {}
         kinds = [document.kind for document in self.documents]
         where = {"by_document": fidelity_stats.by_document(measured, kinds)} if cell.selector in ("dustin", "oracle") else {}
         self.emit(**row, **extra, scoring=scoring.describe(), **fidelity_stats.cell(measured), **where)

@@ -26,13 +26,15 @@ POOL = 4096
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row is about: selector, scoring heads by name, budget in tokens (0: whatever fits `bytes_of` tokens' bytes)."""
+    """What a row is about: selector, scoring heads by name, budget in tokens (0: whatever fits `bytes_of` tokens' bytes); with
+    `lag` 1 it sees the lookahead of the round before."""
 
     selector: str
     heads: str
     budget: int
     bytes_of: int = 0
     top_mass: float | None = None
+    lag: int = 0
 
 
 class Pair:
@@ -138,7 +140,7 @@ def replay_cell(replay: Replay, cell: Cell, scoring: Scoring, budget: int, sessi
         selector: Any = OracleSelector(cell.selector, options, scoring, full_layers(spec), spec.num_heads, per_layer=True)
     else:
         selector = create_selector(options, scoring, spec)
-    return replay.run(selector, scoring.draft, **how)
+    return replay.run(selector, scoring.draft, lag=cell.lag, **how)
 
 
 def layer_recovery(replay: Replay, scoring: Scoring, budget: int, session: Session, every: int = 8) -> dict[str, list[float]]:

@@ -20,7 +20,8 @@ def _label(row: dict[str, Any]) -> str:
     what = row["selector"] + ("" if row["selector"] in ("dense", "streaming", "oracle", "oracle by layer") else f", {row['heads']}")
     if row.get("bytes_of_budget"):
         return f"{what}, bytes of {row['bytes_of_budget']}"
-    return f"{what}, k={row['budget']}" + (f", top mass {row['top_mass']}" if row.get("top_mass") else "")
+    extra = f", top mass {row['top_mass']}" if row.get("top_mass") else ", lag 1" if row.get("lookahead_lag") else ""
+    return f"{what}, k={row['budget']}{extra}"
 
 
 def _cells(track: str, keep: Any) -> tuple[list[int], dict[str, dict[int, dict[str, Any]]]]:
@@ -82,7 +83,7 @@ def _find(made: list[dict[str, Any]], context: int, track: str, budget: int) -> 
     """The cell of `dustin` with the profile where there is one, else the heuristic."""
     for heads in ("profile", "heuristic"):
         for row in made:
-            plain = not row.get("bytes_of_budget") and not row.get("top_mass") and "kl" in row
+            plain = "kl" in row and not any(row.get(name) for name in ("bytes_of_budget", "top_mass", "lookahead_lag"))
             if plain and (row["context"], row["track"], row["selector"], row["heads"]) == (context, track, "dustin", heads):
                 if row["budget"] == budget:
                     return row
