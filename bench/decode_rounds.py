@@ -127,8 +127,8 @@ class Rounds:
         at, fed = self.draft_lengths, lag
         drafts, queries = [], []
         for step in range(gamma):
-            logits, captured = side.run(tokens, at, fed, slots, options.chooses, "last")
-            token, _ = argmax_rows(logits[:, 0])
+            inputs = Inputs(tokens, at, fed, side.cache.page_table, slots)
+            token, captured = side.forward.run_greedy(inputs, side.heads if options.chooses else {})
             drafts.append(token)
             queries.append(captured)
             tokens, at, fed = token[:, None], lengths[step], self.one

@@ -14,7 +14,6 @@ from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, Slo
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_graphs import Captured
 from dustin.interfaces import TokenSet
-from dustin.triton_kernels.argmax_rows import argmax_rows
 
 # Rows that may join a set between its choice and the draft, rounded up to this: one graph serves the usual rounds.
 GROWN_MULTIPLE = 32
@@ -122,10 +121,7 @@ class DraftChain:
         drafts, kept = [], []
         for step, at in enumerate(before):
             chosen = None if slots is None else Slots(slots.slots, slots.slots, sizes[step])
-            logits, queries = self.forward.run(Inputs(tokens, at, fed, table, chosen), heads, True, "last")
-            if logits is None:
-                raise RuntimeError("a draft step gave no logits")
-            token, _ = argmax_rows(logits[:, 0])
+            token, queries = self.forward.run_greedy(Inputs(tokens, at, fed, table, chosen), heads)
             drafts.append(token)
             kept.append(queries)
             tokens, fed = token[:, None], on

@@ -16,11 +16,16 @@ from dustin.backends.torch_triton.model import Peers, embed
 from dustin.backends.torch_triton.weights import Layer, Linear, Weights
 from dustin.triton_kernels import dense_verify as dense
 from dustin.triton_kernels import sparse_verify as sparse
+from dustin.triton_kernels.argmax_rows import argmax_rows
 from dustin.triton_kernels.attention_core import AttentionConfig, AttentionWorkspace
+from dustin.triton_kernels.decode_linear import Stream
+from dustin.triton_kernels.head_argmax import head_argmax
 from dustin.triton_kernels.rope_append import rope_append
 from dustin.triton_kernels.stream_rows import capture_heads, last_norm
 from dustin.triton_kernels.translate_slots import translate_slots
 
+# Up to so many sequences the argmax is taken inside the head's product.
+FUSED_HEAD_ROWS = 0
 # Rows of one MLP product: bounds its intermediate [rows, 2 I] when a batch prefills.
 MLP_ROWS = 8192
 
@@ -131,6 +136,19 @@ class DeviceForward:
         self, blocks: DecodeBlocks, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """`run` for a few rows."""
+        stream, queries = self._stream(blocks, inputs, heads, last_row_only)
+        if logits == "none":
+            return None, queries
+        norm, eps = self.weights.norm, self.config.rms_norm_eps
+        if logits == "last":
+            x = last_norm(stream.residual, inputs.num_tokens, norm, eps)
+        else:
+            x = add_norm(None, stream.residual, norm, eps)
+        return self._logits(x, len(inputs.tokens)), queries
+
+    def _stream(
+        self, blocks: DecodeBlocks, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool
+    ) -> tuple[Stream, dict[int, torch.Tensor]]:
         queries: dict[int, torch.Tensor] = {}
 
         def keep(i: int, q: torch.Tensor) -> None:
@@ -140,14 +158,22 @@ class DeviceForward:
         stream = blocks.run(
             inputs.tokens, inputs.page_table, inputs.lengths, inputs.num_tokens, lambda q, i: self._attend(q, inputs, i), keep
         )
-        if logits == "none":
-            return None, queries
-        norm, eps = self.weights.norm, self.config.rms_norm_eps
-        if logits == "last":
-            x = last_norm(stream.residual, inputs.num_tokens, norm, eps)
-        else:
-            x = add_norm(None, stream.residual, norm, eps)
-        return self._logits(x, len(inputs.tokens)), queries
+        return stream, queries
+
+    def run_greedy(
+        self, inputs: Inputs, heads: Mapping[int, tuple[int, ...]]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The argmax [B] int32 of each sequence's last row, as argmax_rows gives it for `run`'s logits, and its queries."""
+        batch, rows = inputs.tokens.shape
+        blocks = self.blocks
+        if blocks is None or batch * rows > blocks.max_rows or batch > FUSED_HEAD_ROWS:
+            logits, queries = self.run(inputs, heads, True, "last")
+            if logits is None:
+                raise RuntimeError("a step gave no logits")
+            return argmax_rows(logits[:, 0])[0], queries
+        stream, queries = self._stream(blocks, inputs, heads, True)
+        x = last_norm(stream.residual, inputs.num_tokens, self.weights.norm, self.config.rms_norm_eps)
+        return head_argmax(x, self.head.weight, vocabulary=self.vocab_size)[0], queries
 
     def _indices_of(self, heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
         # Made at the first run, before a capture, which may not copy from the host.

@@ -170,12 +170,15 @@ def test_backend_equals_the_cpu_backend():
 
 
 @interpreted
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_chain_of_draft_steps_equals_the_steps_one_by_one(sparse):
+@pytest.mark.parametrize("sparse, dtype", [(True, torch.float32), (False, torch.float32), (True, torch.float16)])
+def test_a_chain_of_draft_steps_equals_the_steps_one_by_one(sparse, dtype, monkeypatch):
+    from dustin.backends.torch_triton import cuda_forward
     from dustin.backends.torch_triton.cuda_backend import CudaBackend
     from dustin.interfaces import GreedyChain, Tap, TokenSet
 
-    _, model = make_models()
+    # In fp16 also the argmax inside the head's product.
+    monkeypatch.setattr(cuda_forward, "FUSED_HEAD_ROWS", 64)
+    _, model = make_models(dtype)
     assert isinstance(model, GreedyChain)
     backend = CudaBackend(torch.device("cpu"))
     generator = torch.Generator().manual_seed(4)
