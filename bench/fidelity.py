@@ -63,7 +63,8 @@ def further(profiles: Collection[str]) -> list[Cell]:
     cells += [Cell("oracle by layer", "heuristic", 512), Cell("oracle by layer", "heuristic", 2048)]
     cells += [Cell("dustin", name, 2048) for name in ("heuristic", "mid")] + [Cell("dustin", "heuristic/8", 0, bytes_of=1536)]
     cells += [Cell("dustin", name, 1024) for name in ("heuristic/8", "one", "mid/8")]
-    cells += [Cell("dustin", best, 1024, lag=1), Cell("specattn", best, 1024), Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]
+    cells += [Cell("dustin", best, 1024, lag=1)]
+    cells += [Cell("specattn", best, 1024), Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]
     return cells
 
 
