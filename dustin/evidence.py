@@ -86,6 +86,11 @@ class Clock:
         return (size in self._first) + len(self._seen.get(size, ()))
 
     @property
+    def warm_up(self) -> float:
+        """Seconds by which first measurements exceeded later ones, at most."""
+        return max((self._first[size] - self.measured(size) for size in self._seen), default=0.0)
+
+    @property
     def sizes(self) -> list[int]:
         """What was measured twice or more."""
         return sorted(self._seen)
@@ -130,6 +135,12 @@ class Costs:
         if self._base is not None and size in self._base.clocks[kind].sizes and size in self.clocks[kind].sizes:
             ratio = self.clocks[kind].measured(size) / self._base.clocks[kind].measured(size)
             self._ratio += 0.3 * (ratio - self._ratio)
+
+    @property
+    def warm_up(self) -> float:
+        """Seconds that the first round of a size took beyond its later ones: the most of what was seen."""
+        own = max((clock.warm_up for clock in self.clocks.values()), default=0.0)
+        return max(own, self._base.warm_up if self._base is not None else 0.0)
 
     def count(self, kind: str, size: int) -> int:
         """Measurements of this size, or of the neighbour's."""

@@ -124,9 +124,21 @@ class AutoPlanner:
 
     def _best(self, lengths: Sequence[int]) -> Plan:
         self._forecast = {plan: self.tokens_per_second(plan) for plan in self._plans(lengths)}
-        best = max(self._forecast, key=lambda plan: self._forecast[plan])
         current = self._forecast.get(self._plan, 0.0)
-        return self._plan if self._forecast[best] < _MARGIN * current else best
+        for best in sorted(self._forecast, key=lambda plan: -self._forecast[plan]):
+            gain = self._forecast[best] / current - 1 if current else 1.0
+            if best == self._plan or gain < _MARGIN - 1:
+                return self._plan
+            # What never ran has its capture or compilation to pay: over as long as has passed it must earn that.
+            if self._tried(best) or gain * self._now >= self.costs.warm_up:
+                return best
+        return self._plan
+
+    def _tried(self, plan: Plan) -> bool:
+        if plan.mode == "exact":
+            both = self.costs.count("sparse", plan.num_draft_tokens), self.costs.count("check", plan.exact_block)
+            return min(both) > 0
+        return plan.mode == "ar" or self.costs.count("dense", plan.num_draft_tokens) > 0
 
     def _look_again(self, lengths: Sequence[int]) -> Plan | None:
         """A mode out of use that could win if all its guesses were right gets a look, for a small share of the time."""

@@ -235,3 +235,16 @@ def test_the_first_measurement_is_an_upper_bound_only() -> None:
         clock.observe(4, 3.0)
     clock.observe(4, 50.0)
     assert clock.seconds(4, 1.0) == pytest.approx(3.0)
+
+
+def test_where_a_first_round_is_dear_a_short_run_tries_few_plans() -> None:
+    text = Text(0.7, 0.9)
+    made = {}
+    for warm_up in (1.0, 300.0):
+        machine = Machine(draft=0.1, row=0.03, sparse=0.95, warm_up=warm_up)
+        run = list(drive(AutoPlanner(SPEC, "draft", BUDGET), machine, lambda _: text, 250, seed=2))
+        made[warm_up] = {plan for plan, _, _ in run}
+        _, speed, rates = fastest(machine, text)
+        usual = max(made[warm_up], key=lambda plan, run=run: sum(n for p, n, _ in run if p == plan))
+        assert rates[usual] > 0.85 * speed
+    assert len(made[300.0]) <= 4 and len(made[300.0]) <= len(made[1.0])
