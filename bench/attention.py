@@ -111,15 +111,15 @@ def gate_selection(run: Round) -> float:
             logits = k @ run.history[b, 0, s].double() / math.sqrt(run.shape.dim)
             want += logits.softmax(0) / (len(run.case.target_heads) * run.case.target_layers)
     for row in range(run.case.batch):
-        chosen = torch.zeros(run.length, dtype=torch.bool, device=run.memory.device)
-        chosen[:SINKS] = chosen[run.length - RECENT :] = True
+        chosen = torch.zeros(run.columns, dtype=torch.bool, device=run.memory.device)
+        chosen[:SINKS] = chosen[run.length - RECENT : run.length] = True
         for scores, quota in ((run.draft_scores, run.by_draft), (run.target_scores, run.case.budget)):
             quota = min(quota, run.case.budget - int(chosen.sum()))
             ranked = scores[row].masked_fill(chosen, -math.inf).sort(descending=True, stable=True).indices
             chosen[ranked[:quota]] = True
         if not torch.equal(chosen.nonzero()[:, 0].int(), run.indices[row]):
             return math.inf
-    return relative_rms(run.target_scores[b], want)
+    return relative_rms(run.target_scores[b, : run.length], want)
 
 
 def candidates(case: Case, kind: str) -> list[AttentionConfig]:

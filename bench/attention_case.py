@@ -173,7 +173,9 @@ class Round:
         self.slots = [torch.zeros(batch, width, dtype=torch.int32, device=device) for _ in range(slices)]
         self.slot_counts = torch.zeros(batch, dtype=torch.int32, device=device)
         self.by_draft = int(DRAFT_SHARE * (case.budget - SINKS - RECENT))
-        self.target_scores, self.draft_scores = (torch.empty(batch, self.length, device=device) for _ in range(2))
+        # Whole pages of columns, as in the engine.
+        self.columns = pages * PAGE
+        self.target_scores, self.draft_scores = (torch.empty(batch, self.columns, device=device) for _ in range(2))
         self.history = self.queries(1, len(case.target_heads), self.shape.dim)
         self.lookahead = self.queries(TOKENS - 1, 4, DRAFT.dim)
         self.target_groups = group_heads(case.target_heads, self.shape.heads, self.shape.kv_heads, device)
@@ -181,7 +183,7 @@ class Round:
         self.target_rows, self.draft_rows = self.ints(1), self.ints(TOKENS - 1)
         self.set_target_scoring(None, None)
         self.set_draft_scoring(None, None)
-        self.select_scratch = SelectWorkspace(batch, self.length, case.budget, self.by_draft, device)
+        self.select_scratch = SelectWorkspace(batch, self.columns, case.budget, self.by_draft, device)
         self.side = None if INTERPRETED else torch.cuda.Stream()
         self.sparse_config: AttentionConfig | None = None
         self.dense_config: AttentionConfig | None = None
@@ -198,12 +200,12 @@ class Round:
         return torch.randn(self.case.batch, count, heads, dim, device=self.memory.device).to(DTYPE)
 
     def set_target_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
-        shape = (self.case.batch, 1, self.target_groups, self.length, self.shape.dim, DTYPE)
+        shape = (self.case.batch, 1, self.target_groups, self.columns, self.shape.dim, DTYPE)
         scratch = workspace_for(*shape, keep, config, self.case.target_layers)
         self.target_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
 
     def set_draft_scoring(self, keep: bool | None, config: ScoreConfig | None) -> None:
-        shape = (self.case.batch, TOKENS - 1, self.draft_groups, self.length, DRAFT.dim, DTYPE)
+        shape = (self.case.batch, TOKENS - 1, self.draft_groups, self.columns, DRAFT.dim, DTYPE)
         scratch = workspace_for(*shape, keep, config, 3)
         self.draft_scoring: dict[str, Any] = {"keep_weights": keep, "config": config, "workspace": scratch}
 

@@ -100,18 +100,20 @@ def take_two(key_a, want_a, slack_a, key_b, want_b, slack_b):
 
 
 @triton.jit
-def load_keys(scores, offset, mask):
-    """Keys of the scores at `offset` where `mask`, else 0."""
-    key = ordered_key(tl.load(scores + offset, mask=mask, other=0.0))
-    return tl.where(mask, key, tl.full(key.shape, 0, tl.uint32))
+def load_keys(row, position, there, free):
+    """Keys of the scores at `position` of a row, 0 unless `free`. Memory is read where `there`: a mask that is true or false
+    for whole vectors lets the loads be wide."""
+    key = ordered_key(tl.load(row + position, mask=there, other=0.0))
+    return tl.where(free, key, tl.full(key.shape, 0, tl.uint32))
 
 
 @triton.jit
 def positions_of(
-    candidates, num_candidates, b, first, length, lists,
+    candidates, num_candidates, b, first, length, columns, lists,
     BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """(token positions [BLOCK], which of them exist): from GROUP candidate lists of a sequence, or a run of the row."""
+    """(token positions [BLOCK], which of them exist, which may be read): from GROUP candidate lists of a sequence, or a run
+    of the row of `columns` scores."""
     entry = tl.arange(0, BLOCK)
     if GROUP > 0:
         which = entry // CAPACITY
@@ -119,15 +121,15 @@ def positions_of(
         start = b * lists + first * GROUP
         filled = tl.load(num_candidates + start + which, mask=listed, other=0)
         stored = entry % CAPACITY < filled
-        return tl.load((candidates + start * CAPACITY) + entry, mask=stored, other=0), stored
+        return tl.load((candidates + start * CAPACITY) + entry, mask=stored, other=0), stored, stored
     position = first * BLOCK + entry
-    return position, position < length
+    return position, position < length, position < columns
 
 
 @triton.jit
 def candidates_kernel(
-    target, draft, lengths, listed, num_listed, candidates, num_candidates, stride_t, stride_d, budget, sinks, recent,
-    by_draft, lists,
+    target, draft, lengths, listed, num_listed, candidates, num_candidates, stride_t, stride_d, columns, budget, sinks,
+    recent, by_draft, lists,
     BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr, SLACK: tl.constexpr, HAS_DRAFT: tl.constexpr,
     HAS_TARGET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -139,22 +141,24 @@ def candidates_kernel(
     if (length <= budget) | ((GROUP == 0) & (tl.program_id(0) * BLOCK >= length)):
         tl.store(num_candidates + slot, 0)
         return
-    position, stored = positions_of(listed, num_listed, b, tl.program_id(0), length, lists, BLOCK, CAPACITY, GROUP)
+    position, stored, there = positions_of(
+        listed, num_listed, b, tl.program_id(0), length, columns, lists, BLOCK, CAPACITY, GROUP
+    )  # fmt: skip
     protected = stored & ((position < sinks) | (position >= length - recent))
     free = stored & (protected == 0)
     # The counts of both searches share 32 bits. Joined lists need the registers.
     if HAS_DRAFT and HAS_TARGET and BLOCK < 65536 and GROUP == 0:
         by_target = budget - sinks - recent
-        key_d = load_keys(draft + b * stride_d, position, free)
-        key_t = load_keys(target + b * stride_t, position, free)
+        key_d = load_keys(draft + b * stride_d, position, there, free)
+        key_t = load_keys(target + b * stride_t, position, there, free)
         top_d, top_t = take_two(key_d, by_draft, by_draft // SLACK, key_t, by_target, by_target // SLACK)
         chosen = protected | top_d | top_t
     else:
         chosen = protected
         if HAS_DRAFT:
-            chosen = chosen | take_top(load_keys(draft + b * stride_d, position, free), by_draft)
+            chosen = chosen | take_top(load_keys(draft + b * stride_d, position, there, free), by_draft)
         if HAS_TARGET:
-            chosen = chosen | take_top(load_keys(target + b * stride_t, position, free), budget - sinks - recent)
+            chosen = chosen | take_top(load_keys(target + b * stride_t, position, there, free), budget - sinks - recent)
     rank = tl.cumsum(chosen.to(tl.int32), 0)
     tl.store((candidates + slot * CAPACITY) + (rank - 1), position, mask=chosen & (rank <= CAPACITY))
     tl.store(num_candidates + slot, tl.sum(chosen.to(tl.int32), 0))
@@ -163,7 +167,7 @@ def candidates_kernel(
 @triton.jit
 def choose_kernel(
     target, draft, lengths, listed, num_listed, indices, counts,
-    stride_t, stride_d, stride_i, budget, sinks, recent, by_draft, lists,
+    stride_t, stride_d, columns, stride_i, budget, sinks, recent, by_draft, lists,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr,
     HAS_DRAFT: tl.constexpr, HAS_TARGET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -176,15 +180,15 @@ def choose_kernel(
         tl.store(indices + b * stride_i + column, tl.where(column < length, column, 0), mask=column < budget)
         tl.store(counts + b, length)
         return
-    position, stored = positions_of(listed, num_listed, b, 0, length, lists, BLOCK, CAPACITY, GROUP)
+    position, stored, there = positions_of(listed, num_listed, b, 0, length, columns, lists, BLOCK, CAPACITY, GROUP)
     chosen = stored & ((position < sinks) | (position >= length - recent))
     if HAS_DRAFT:
         free = stored & (chosen == 0)
-        chosen = chosen | take_top(load_keys(draft + b * stride_d, position, free), by_draft)
+        chosen = chosen | take_top(load_keys(draft + b * stride_d, position, there, free), by_draft)
     if HAS_TARGET:
         free = stored & (chosen == 0)
         left = budget - tl.sum(chosen.to(tl.int32), 0)
-        chosen = chosen | take_top(load_keys(target + b * stride_t, position, free), left)
+        chosen = chosen | take_top(load_keys(target + b * stride_t, position, there, free), left)
     rank = tl.cumsum(chosen.to(tl.int32), 0)
     tl.store((indices + b * stride_i) + (rank - 1), position, mask=chosen & (rank <= budget))
     tl.store(counts + b, budget)
@@ -295,7 +299,7 @@ def select_tokens(
         "HAS_DRAFT": draft_scores is not None and by_draft > 0, "HAS_TARGET": target_scores is not None,
         "PDL": bool(options), **options,
     }  # fmt: skip
-    strides = (target.stride(0), draft.stride(0))
+    strides = (target.stride(0), draft.stride(0), columns)
     quota = (budget, num_sink_tokens, num_recent_tokens, by_draft)
     lists = 0
     for level, (programs, group) in enumerate(shape.levels):
