@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from pathlib import Path
 
 import click
@@ -10,6 +12,8 @@ from dustin.cli import cli
 from dustin.config_file import walk
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+# Versions of click break lines and write defaults in their own ways.
+CLICK = ".".join(importlib.metadata.version("click").split(".")[:2])
 _WIDTH = 100
 _HEAD = """# Commands and options
 
@@ -28,6 +32,11 @@ def help_of(path: tuple[str, ...]) -> str:
     return command.get_help(ctx)
 
 
+def words(text: str) -> set[str]:
+    """Commands, sections and flags of a page, however it is laid out."""
+    return set(re.findall(r"^#+ .+|(?<!\S)--?[a-z][a-z0-9-]*", text, re.M))
+
+
 def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
     settings = command.context_settings | {"terminal_width": _WIDTH, "max_content_width": _WIDTH}
     return click.Context(command, parent=parent, info_name=name, **settings)
@@ -35,7 +44,7 @@ def _context(command: click.Command, name: str, parent: click.Context | None) ->
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD]
+    parts = [_HEAD, f"<!-- laid out by click {CLICK} -->\n"]
     for path in [(), *(path for path, _ in walk(cli))]:
         parts.append(f"## {' '.join(('dustin', *path))}\n\n```text\n{help_of(path)}\n```\n")
     return "\n".join(parts)

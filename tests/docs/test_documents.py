@@ -127,7 +127,10 @@ def test_paths_exist(page: Path) -> None:
 
 
 def test_the_command_reference_is_what_help_says() -> None:
-    assert cli_reference.PAGE.read_text() == cli_reference.page(), "run `python -m tests.docs.cli_reference`"
+    shown, said = cli_reference.PAGE.read_text(), cli_reference.page()
+    if f"click {cli_reference.CLICK} " not in shown:
+        shown, said = cli_reference.words(shown), cli_reference.words(said)
+    assert shown == said, "run `python -m tests.docs.cli_reference`"
 
 
 def test_every_page_is_in_the_index() -> None:
