@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -38,7 +39,7 @@ def words(text: str) -> set[str]:
 
 
 def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
-    settings = command.context_settings | {"terminal_width": _WIDTH, "max_content_width": _WIDTH}
+    settings: dict[str, Any] = {**command.context_settings, "terminal_width": _WIDTH, "max_content_width": _WIDTH}
     return click.Context(command, parent=parent, info_name=name, **settings)
 
 
