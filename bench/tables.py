@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bench import decode_tables, fidelity_tables, rows
+from bench import decode_tables, exact_table, fidelity_tables, rows
 from bench.decode_tables import markdown
 
 PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
@@ -148,6 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pair": pair,
     "decode": decode_tables.decode,
     "attention": attention,
+    "exact": exact_table.exact,
     "fidelity": fidelity_tables.fidelity,
     "fidelity_chat": fidelity_tables.chat,
     "fidelity_text": fidelity_tables.text,
