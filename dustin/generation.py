@@ -233,7 +233,7 @@ class Session:
             if lag == 0:
                 raise UsageError("exact sampling needs lookahead_lag 1, got 0: the set must not depend on the drafts it judges")
             lag = 1
-        if options.relaxed_weight and not sampled:
+        if options.relaxed_weight and requests and not sampled:
             raise UsageError("relaxed_weight mixes distributions, and temperature 0 has none: give --temp too, or leave it out")
         return replace(options, drafter=drafter, lookahead_lag=lag or 0)
 

@@ -185,3 +185,7 @@ def test_without_host_values_the_acceptance_of_late_decides(monkeypatch: pytest.
         assert [tuple(row.generated) for row in rows] == [greedy(prompt, 40) for prompt in PROMPTS]
         drafted.append(engine.stats.drafted)
     assert drafted[1] < 0.6 * drafted[0]
+
+
+def test_a_server_may_start_with_relaxed_acceptance_before_any_request() -> None:
+    assert session(relaxed_weight=0.5).resolve().relaxed_weight == 0.5

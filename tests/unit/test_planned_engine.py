@@ -75,3 +75,17 @@ def test_samples_of_a_seed_repeat_in_mode_auto() -> None:
         assert engine.planner is None
         texts.add(tuple(tuple(row.generated) for row in rows))
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize(("drafts", "block"), [(1, 1), (1, 32), (15, 3), (2, 128)])
+def test_narrow_bounds_leave_plans_and_plain_tokens(drafts: int, block: int) -> None:
+    options = EngineOptions(
+        mode="auto", budget=12, num_sink_tokens=2, num_recent_tokens=4, num_draft_tokens=drafts, exact_block=block
+    )
+    engine = make_engine(options, "draft")
+    rows, _ = run(engine, PROMPTS, RequestOptions(max_tokens=40))
+    assert [tuple(row.generated) for row in rows] == [greedy(prompt, 40) for prompt in PROMPTS]
+    assert engine.planner is not None
+    plans = engine.planner._plans([1000])
+    assert {plan.num_draft_tokens for plan in plans} <= set(range(drafts + 1))
+    assert {plan.exact_block for plan in plans if plan.mode == "exact"} <= set(range(1, block + 1))
