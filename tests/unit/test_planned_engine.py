@@ -10,6 +10,7 @@ import pytest
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.planning import AutoPlanner, Look, Plan
 from tests.unit.engine_helpers import PATTERNS, VOCAB, ScriptedDrafter, greedy, make_engine, run, target
+from tests.unit.test_slots import opened, serve
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, VOCAB, n)) for i, n in enumerate((61, 23, 47))]
 OPTIONS = EngineOptions(mode="auto", budget=12, num_sink_tokens=2, num_recent_tokens=4, num_draft_tokens=5, exact_block=16)
@@ -89,3 +90,16 @@ def test_narrow_bounds_leave_plans_and_plain_tokens(drafts: int, block: int) -> 
     plans = engine.planner._plans([1000])
     assert {plan.num_draft_tokens for plan in plans} <= set(range(drafts + 1))
     assert {plan.exact_block for plan in plans if plan.mode == "exact"} <= set(range(1, block + 1))
+
+
+@pytest.mark.parametrize("drafter", ["draft", "lookup"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_plans_in_slots_give_plain_greedy_tokens(drafter: str, seed: int) -> None:
+    prompts = [tuple(int(t) for t in np.random.default_rng(10 + i).integers(0, VOCAB, n)) for i, n in enumerate((50, 9, 31, 18, 2))]
+    counts = (20, 7, 14, 5, 17)
+    options = EngineOptions(**{**vars(OPTIONS), "prefill_chunk": 16})
+    engine = opened(options, drafter)
+    engine._auto = RandomPlanner(drafter, seed), options
+    rows, _ = serve(engine, prompts, [RequestOptions(max_tokens=n) for n in counts])
+    assert [tuple(row.generated) for row in rows] == [greedy(prompt, n) for prompt, n in zip(prompts, counts, strict=True)]
+    assert len(engine.stats.mode_rounds) > 1
