@@ -122,6 +122,7 @@ class SplitBench(DecodeBench):
             for store in (*pool.keys, *pool.values):
                 store.normal_(generator=torch.Generator(device).manual_seed(3))
         self.results: list[dict[str, Any]] = []
+        self.errors: dict[str, float | None] = {}
         self.baseline: dict[tuple[int, int], float] = {}
         self.capture_seconds = 0.0
 
