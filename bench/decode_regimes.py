@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bench.decode_rounds import Rounds
 
 TABLE = [(n, b) for n in (2048, 8192, 31744, 130048) for b in (1, 4, 8, 32) if n * b <= 8 * 131072]
-DENSE_ROWS, SPARSE_ROWS = (1, 3, 5, 9, 17, 33), (3, 5, 9)
+DENSE_ROWS, SPARSE_ROWS = (1, 3, 5, 9, 17), (3, 6)
 MOST_DRAFTS, MOST_ROUNDS = 8, 8
 
 
@@ -110,7 +110,7 @@ def _best(bench: DecodeBench, parts: dict[str, Any]) -> dict[str, dict[str, Any]
         offer("sparse", tokens, ms, num_draft_tokens=gamma)
         for rounds in range(1, MOST_ROUNDS + 1):
             block = math.floor(rounds * tokens)
-            if block <= min(32, a.most("check")):
+            if block <= min(24, a.most("check")):
                 total = rounds * ms + parts["check"](block + 1)
                 offer("exact", a.expected("check", block), total, num_draft_tokens=gamma, exact_block=block)
     return found
