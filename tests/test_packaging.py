@@ -53,7 +53,7 @@ def modules() -> list[str]:
     found = []
     for folder, place in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".metal") or path.name == "py.typed":
+            if path.suffix in (".py", ".metal", ".html") or path.name == "py.typed":
                 found.append(f"{place}/{path.relative_to(ROOT / folder)}")
     return found
 
