@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,8 @@ CASES: dict[str, dict] = {
     "sparse": {"mode": "sparse", **SPARSE},
     "rectified": {"mode": "rectified", "rectify_interval": 8, **SPARSE},
     "exact": {"mode": "exact", "exact_block": 8, **SPARSE},
+    "quest": {"mode": "sparse", "selector": "quest", **SPARSE},
+    "pool": {"mode": "sparse", **SPARSE},
 }
 
 
@@ -55,6 +58,10 @@ def main() -> None:
     for name in names:
         sampling = SamplingOptions(temperature=1.0, seed=5) if name.endswith("sampled") else SamplingOptions()
         session.options = EngineOptions(**CASES[name.removesuffix("-sampled")])
+        if name == "pool":
+            # Scores within a pool between refreshes, as a profile may ask for.
+            key = ("auto", True)
+            session._scorings[key] = replace(session._scoring(session.resolve()), refresh=3, pool=80)
         results = session.batch_generate(prompts, RequestOptions(max_tokens=tokens, ignore_eos=True, sampling=sampling))
         found[name] = [result.tokens for result in results]
     print(json.dumps(found), flush=True)

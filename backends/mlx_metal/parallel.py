@@ -76,6 +76,11 @@ class ParallelMlxCache:
             self._mailbox.append(("rollback", self.number, self.local.lengths))
         return dropped
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`, on every rank."""
+        self.local.copy_row(source, target, length)
+        self._mailbox.append(("copy_row", self.number, source, target, length))
+
     def take(self, rows: Sequence[int], capacity: int | None = None) -> ParallelMlxCache:
         """A new cache with copies of the given sequences, on every rank."""
         local, number = self.local.take(rows, capacity), next(_numbers)
@@ -93,7 +98,9 @@ class ParallelMlxModel:
 
     def order(self, what: str, values: dict[str, Any], arrays: Sequence[mx.array] = ()) -> None:
         """Tell the other ranks, and what has waited before it."""
-        waiting, self._mailbox[:] = list(self._mailbox), []
+        waiting = list(self._mailbox)
+        # A cache that is freed in between adds to the list, which must not be lost.
+        del self._mailbox[: len(waiting)]
         self.ranks.order(what, values | {"model": self.number, "first": waiting}, arrays)
 
     def limit_vocabulary(self, size: int) -> None:
@@ -160,27 +167,35 @@ class ParallelMlxBackend(MlxBackend):
         lengths: Sequence[int],
         within: TokenSet | None = None,
     ) -> mx.array:
-        """[B, max(lengths)] fp32: see Backend.score. Raise UsageError on `within` for a split model."""
+        """[B, max(lengths)] fp32: see Backend.score."""
         if not isinstance(model, ParallelMlxModel):
             return super().score(queries, tap, model, cache, lengths, within)
-        if within is not None:
-            raise UsageError("scores within a set are not available with tensor parallelism: use --select dustin")
+        return self._partial("score", super().score, queries, tap, model, cache, lengths, (), within)
+
+    def page_scores(
+        self, queries: Mapping[int, mx.array], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], page_size: int
+    ) -> mx.array:
+        """[B, max(lengths)] fp32: see Backend.page_scores."""
+        if not isinstance(model, ParallelMlxModel):
+            return super().page_scores(queries, tap, model, cache, lengths, page_size)
+        return self._partial("page_scores", super().page_scores, queries, tap, model, cache, lengths, (page_size,), None)
+
+    def _partial(
+        self, what: str, score: Any, queries: Mapping[int, mx.array], tap: Tap, model: ParallelMlxModel, cache: ParallelMlxCache,
+        lengths: Sequence[int], more: tuple[int, ...], within: TokenSet | None,
+    ) -> mx.array:  # fmt: skip
+        """Every rank's part of a score, summed."""
         layers = sorted(queries)
         values = {
             "cache": cache.number,
             "heads": {layer: tuple(tap.heads[layer]) for layer in layers},
             "lengths": tuple(int(n) for n in lengths),
+            "more": more,
+            "within": within is not None,
         }
-        model.order("score", values, [queries[layer] for layer in layers])
-        return _score(self.ranks, model.spec, super().score, model.local, cache.local, queries, values)
-
-    def page_scores(
-        self, queries: Mapping[int, mx.array], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], page_size: int
-    ) -> mx.array:
-        """See Backend.page_scores. Raise UsageError for a split model."""
-        if isinstance(model, ParallelMlxModel):
-            raise UsageError("page bounds are not available with tensor parallelism: use --select dustin")
-        return super().page_scores(queries, tap, model, cache, lengths, page_size)
+        members = [] if within is None else [within.indices, within.counts]
+        model.order(what, values, [*(queries[layer] for layer in layers), *members])
+        return _score(self.ranks, model.spec, score, model.local, cache.local, queries, values, within)
 
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -257,21 +272,36 @@ def _forward(
 
 
 def _score(
-    ranks: Ranks, spec: ModelSpec, score: Any, local: MlxModel, cache: Any, queries: Mapping[int, mx.array], values: dict[str, Any]
-) -> mx.array:
-    """[B, max(lengths)] fp32: the mean attention mass of each token, every rank's heads in it."""
+    ranks: Ranks, spec: ModelSpec, score: Any, local: MlxModel, cache: Any, queries: Mapping[int, mx.array], values: dict[str, Any],
+    within: TokenSet | None,
+) -> mx.array:  # fmt: skip
+    """[B, max(lengths)] fp32: the mean attention mass of each token, every rank's heads in it.
+
+    `score` is the backend's score or page_scores, with `values["more"]` as its last arguments.
+    """
     heads: Mapping[int, tuple[int, ...]] = values["heads"]
     share, lengths = spec.num_heads // ranks.size, values["lengths"]
     own = _own_heads(heads, ranks.rank, share)
     total = sum(q.shape[1] * q.shape[2] for q in queries.values())
-    outside = mx.arange(max(lengths))[None] >= mx.array(lengths)[:, None]
-    mass = mx.zeros(outside.shape, mx.float32)
+    mass = mx.zeros((len(lengths), max(lengths)), mx.float32)
     if own:
         places = {layer: [i for i, head in enumerate(heads[layer]) if head // share == ranks.rank] for layer in own}
         mine = {layer: queries[layer][:, :, mx.array(at, mx.int32)] for layer, at in places.items()}
         weight = sum(q.shape[1] * q.shape[2] for q in mine.values()) / total
-        mass = mx.where(outside, 0.0, score(mine, Tap(own), local, cache, lengths)[:, : max(lengths)] * weight)
-    return mx.where(outside, -mx.inf, ranks.sum(mass))
+        found = score(mine, Tap(own), local, cache, lengths, *([within] if within is not None else values["more"]))
+        mass = mx.where(mx.isinf(found[:, : max(lengths)]), 0.0, found[:, : max(lengths)] * weight)
+    return mx.where(_outside(lengths, within), -mx.inf, ranks.sum(mass))
+
+
+def _outside(lengths: tuple[int, ...], within: TokenSet | None) -> mx.array:
+    """[B, max(lengths)] bool: tokens that are not scored."""
+    columns = max(lengths)
+    if within is None:
+        return mx.arange(columns)[None] >= mx.array(lengths)[:, None]
+    used = mx.arange(within.indices.shape[1])[None] < within.counts[:, None]
+    # Unused entries go to a column of their own, which is cut off.
+    at = mx.where(used, within.indices, columns).astype(mx.int32)
+    return mx.put_along_axis(mx.ones((len(lengths), columns + 1), mx.bool_), at, mx.array(False), axis=1)[:, :columns]
 
 
 class _Follower:
@@ -296,6 +326,8 @@ class _Follower:
     def _change(self, what: str, number: int, *rest: Any) -> None:
         if what == "rollback":
             self._caches[number].rollback(rest[0])
+        elif what == "copy_row":
+            self._caches[number].copy_row(*rest)
         elif what == "take":
             self._caches[rest[0]] = self._caches[number].take(rest[1], rest[2])
         else:
@@ -323,9 +355,11 @@ class _Follower:
         elif what == "forward":
             cache = self._caches[values["cache"]]
             _forward(self._ranks, spec, local, cache, arrays[0], _set_from(values, arrays[1:]), values)
-        elif what == "score":
-            queries = dict(zip(sorted(values["heads"]), arrays, strict=True))
-            _score(self._ranks, spec, self._backend.score, local, self._caches[values["cache"]], queries, values)
+        elif what in ("score", "page_scores"):
+            layers, score = sorted(values["heads"]), getattr(self._backend, what)
+            within = TokenSet(arrays[-2], arrays[-1]) if values["within"] else None
+            queries = dict(zip(layers, arrays, strict=False))
+            _score(self._ranks, spec, score, local, self._caches[values["cache"]], queries, values, within)
 
 
 def _set_from(values: dict[str, Any], arrays: list[mx.array]) -> TokenSet | None:

@@ -83,6 +83,13 @@ def next_number() -> int:
     return next(_numbers)
 
 
+def collect(mailbox: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Take what waits. A cache that is freed in between adds to the list, which must not be lost."""
+    waiting = list(mailbox)
+    del mailbox[: len(waiting)]
+    return waiting
+
+
 class ParallelModel:
     """Model of interfaces.py on rank 0: each call is told to the other ranks, then made on the own shard."""
 
@@ -93,8 +100,8 @@ class ParallelModel:
 
     def order(self, what: str, values: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Tell the other ranks, and what has waited before it."""
-        waiting, self._mailbox[:] = list(self._mailbox), []
-        with self.ranks.guard():
+        with self.ranks.together():
+            waiting = collect(self._mailbox)
             self.ranks.order(what, values | {"model": self.number, "first": waiting}, tensors)
 
     def limit_vocabulary(self, size: int) -> None:
@@ -106,10 +113,11 @@ class ParallelModel:
     def new_cache(self, batch: int, capacity: int) -> ParallelCache:
         """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
         number = next_number()
-        self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
-        local, problem = attempt(lambda: self.local.new_cache(batch, capacity))
-        with self.ranks.guard():
-            raise_first(self.ranks.agree(problem))
+        with self.ranks.together():
+            self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
+            local, problem = attempt(lambda: self.local.new_cache(batch, capacity))
+            problems = self.ranks.agree(problem)
+        raise_first(problems)
         return ParallelCache(self.ranks, self._mailbox, number, local)
 
     def forward(
@@ -134,7 +142,7 @@ class ParallelModel:
             "logits": logits,
         }
         self.order("forward", values, [tokens, *(x for part in sets for x in (part.indices, part.counts))])
-        with self.ranks.guard():
+        with self.ranks.together():
             return forward_part(self.ranks, self.spec, self.local, cache.local, tokens, token_set, values)
 
 
@@ -193,8 +201,12 @@ def partial_scores(
     cache: Any,
     queries: Mapping[int, torch.Tensor],
     values: dict[str, Any],
+    within: TokenSet | None = None,
 ) -> torch.Tensor:
-    """[B, N] fp32 on rank 0: the mean attention mass of each token, every rank's heads in it."""
+    """[B, N] fp32 on rank 0: the mean attention mass of each token, every rank's heads in it.
+
+    `score` is the backend's score or page_scores, with `values["more"]` as its last arguments.
+    """
     heads: Mapping[int, tuple[int, ...]] = values["heads"]
     share = spec.num_heads // ranks.size
     own = _own_heads(heads, ranks.rank, spec, ranks.size)
@@ -203,14 +215,22 @@ def partial_scores(
     total = sum(q.shape[1] * q.shape[2] for q in queries.values())
     if mine:
         weight = sum(q.shape[1] * q.shape[2] for q in mine.values()) / total
-        mass = score(mine, Tap(own), local, cache, lengths)
+        mass = score(mine, Tap(own), local, cache, lengths, *([within] if within is not None else values["more"]))
         outside = mass == float("-inf")
         mass = torch.where(outside, 0.0, mass * weight)
     else:
         mass = torch.zeros(len(lengths), values["columns"], device=ranks.device)
     summed = ranks.sum_on_first(mass)
-    at = torch.arange(summed.shape[1], device=summed.device)[None]
-    return summed.masked_fill(at >= torch.tensor(lengths, device=summed.device)[:, None], float("-inf"))
+    columns = summed.shape[1]
+    if within is not None:
+        used = torch.arange(within.indices.shape[1], device=summed.device)[None] < within.counts[:, None]
+        # Unused entries go to a column of their own, which is cut off.
+        at = torch.where(used, within.indices.long(), columns)
+        outside = torch.ones(len(lengths), columns + 1, dtype=torch.bool, device=summed.device).scatter_(1, at, False)[:, :columns]
+    else:
+        at = torch.arange(columns, device=summed.device)[None]
+        outside = at >= torch.tensor(lengths, device=summed.device)[:, None]
+    return summed.masked_fill(outside, float("-inf"))
 
 
 def load_shard(ranks: Ranks, make: Make, source: Path, dtype: str) -> tuple[Any, ModelSpec]:

@@ -18,9 +18,11 @@ from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.model import TorchModel
 from dustin.backends.torch_triton.parallel import (
     Make,
+    ParallelCache,
     ParallelModel,
     Problem,
     attempt,
+    collect,
     forward_part,
     load_shard,
     next_number,
@@ -37,7 +39,7 @@ INTERPRETED = "TRITON_INTERPRET"
 
 
 class Parallel:
-    """What tensor parallelism changes of a torch backend: `load` splits a target, `score` sums over ranks."""
+    """What tensor parallelism changes of a torch backend: `load` splits a target, scores are summed over ranks."""
 
     ranks: Ranks
     make: Make
@@ -54,8 +56,9 @@ class Parallel:
         # What no number of ranks can do is refused here, before any rank reads weights.
         config, _, _ = loading.open_source(Path(source))
         Shard(0, self.ranks.size).config(config)
-        waiting, self.mailbox[:] = list(self.mailbox), []
-        with self.ranks.guard():
+        # An error of loading is raised on all ranks.
+        with self.ranks.together(DustinError):
+            waiting = collect(self.mailbox)
             self.ranks.order("load", {"model": number, "source": str(source), "dtype": dtype, "first": waiting})
             local, spec = load_shard(self.ranks, self.make, Path(source), dtype)
         return ParallelModel(self.ranks, self.mailbox, number, local, spec)
@@ -69,31 +72,40 @@ class Parallel:
         lengths: Sequence[int],
         within: TokenSet | None = None,
     ) -> torch.Tensor:
-        """[B, Nmax] fp32: see Backend.score. Raise UsageError on `within` for a split model."""
+        """[B, Nmax] fp32: see Backend.score."""
         score = super().score  # type: ignore[misc]
         if not isinstance(model, ParallelModel):
             return score(queries, tap, model, cache, lengths, within)
-        if within is not None:
-            raise UsageError("scores within a set are not available with tensor parallelism: use --select dustin")
-        layers = sorted(queries)
-        lengths = tuple(int(n) for n in lengths)
-        values = {
-            "cache": cache.number,
-            "heads": {layer: tuple(tap.heads[layer]) for layer in layers},
-            "lengths": lengths,
-            "columns": self.score_columns(cache.local, lengths),
-        }
-        model.order("score", values, [queries[layer] for layer in layers])
-        with torch.inference_mode(), self.ranks.guard():
-            return partial_scores(self.ranks, model.spec, score, model.local, cache.local, queries, values)
+        columns = self.score_columns(cache.local, lengths) if within is None else max(lengths)
+        return self._partial("score", score, queries, tap, model, cache, lengths, columns, (), within)
 
     def page_scores(
         self, queries: Mapping[int, torch.Tensor], tap: Tap, model: Any, cache: Any, lengths: Sequence[int], page_size: int
     ) -> torch.Tensor:
-        """See Backend.page_scores. Raise UsageError for a split model."""
-        if isinstance(model, ParallelModel):
-            raise UsageError("page bounds are not available with tensor parallelism: use --select dustin")
-        return super().page_scores(queries, tap, model, cache, lengths, page_size)  # type: ignore[misc]
+        """[B, max(lengths)] fp32: see Backend.page_scores."""
+        score = super().page_scores  # type: ignore[misc]
+        if not isinstance(model, ParallelModel):
+            return score(queries, tap, model, cache, lengths, page_size)
+        return self._partial("page_scores", score, queries, tap, model, cache, lengths, max(lengths), (page_size,), None)
+
+    def _partial(
+        self, what: str, score: Any, queries: Mapping[int, torch.Tensor], tap: Tap, model: ParallelModel, cache: ParallelCache,
+        lengths: Sequence[int], columns: int, more: tuple[int, ...], within: TokenSet | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Every rank's part of a score, summed."""
+        layers = sorted(queries)
+        values = {
+            "cache": cache.number,
+            "heads": {layer: tuple(tap.heads[layer]) for layer in layers},
+            "lengths": tuple(int(n) for n in lengths),
+            "columns": columns,
+            "more": more,
+            "within": within is not None,
+        }
+        sent = [queries[layer] for layer in layers] + ([] if within is None else [within.indices, within.counts])
+        with torch.inference_mode(), self.ranks.together():
+            model.order(what, values, sent)
+            return partial_scores(self.ranks, model.spec, score, model.local, cache.local, queries, values, within)
 
     def score_columns(self, cache: Any, lengths: Sequence[int]) -> int:
         """Width of the array that `score` gives: whole pages on a paged cache."""
@@ -145,7 +157,7 @@ def create(device: str = "auto") -> TorchBackend:
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device is {device!r}, expected auto, cpu or cuda")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    with ranks.guard():
+    with ranks.together(DustinError):
         ranks.order("open", {"device": kind, "first": []})
         raise_first(ranks.agree(_open(ranks, kind)[1]))
     return _first(ranks)
@@ -239,9 +251,11 @@ class Follower:
             forward_part(
                 self._ranks, spec, local, self._caches[values["cache"]], tensors[0], _set_from(values, tensors[1:]), values
             )
-        elif what == "score":
-            queries = dict(zip(sorted(values["heads"]), tensors, strict=True))
-            partial_scores(self._ranks, spec, self._backend.score, local, self._caches[values["cache"]], queries, values)
+        elif what in ("score", "page_scores"):
+            layers, score = sorted(values["heads"]), getattr(self._backend, what)
+            within = TokenSet(tensors[-2], tensors[-1]) if values["within"] else None
+            queries = dict(zip(layers, tensors, strict=False))
+            partial_scores(self._ranks, spec, score, local, self._caches[values["cache"]], queries, values, within)
 
 
 def _set_from(values: dict[str, Any], tensors: list[torch.Tensor]) -> TokenSet | None:

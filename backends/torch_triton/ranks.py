@@ -24,6 +24,8 @@ from dustin.errors import RankError
 _HEADER = 4096
 _IDLE = timedelta(days=365)
 _BEAT_SECONDS = 0.5
+# What rank 0 waits for the others to see that it has cut a step short.
+_CUT_SECONDS = 3.0
 # Words by which a failed collective is known; torch raises plain RuntimeErrors.
 _PEER_ERRORS = ("gloo", "NCCL", "Connection", "Timed out", "timeout", "Broken pipe")
 
@@ -50,6 +52,7 @@ class Ranks:
         """Join the others. Raise RankError when they do not come within the time limit."""
         self.rank, self.size, self.device = this_rank(), world_size(), torch.device("cpu")
         self.variant: Any = None
+        self.broken: str | None = None
         self._limit = timedelta(seconds=time_limit())
         try:
             self._store, _, _ = next(dist.rendezvous("env://", timeout=self._limit))
@@ -156,12 +159,30 @@ class Ranks:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn a collective's error into the reason why another rank is gone."""
+        if self.broken is not None:
+            raise RankError(self.broken)
         try:
             yield
         except RuntimeError as error:
             if not any(mark in str(error) for mark in _PEER_ERRORS):
                 raise
             raise self.why(error) from error
+
+    @contextmanager
+    def together(self, known: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
+        """`guard` for a call that all ranks make: once it is cut short (Ctrl-C, memory) the others wait in the middle of it.
+
+        Every later call is then refused. Errors of kind `known` are met by all ranks, and change nothing.
+        """
+        try:
+            with self.guard():
+                yield
+        except BaseException as error:
+            lost = isinstance(error, RankError)
+            if lost or not isinstance(error, known):
+                reason = str(error) if lost else f"the ranks are out of step: {type(error).__name__} cut a step short. Start again"
+                self.broken = self.broken or reason
+            raise
 
     def why(self, error: Exception) -> RankError:
         """What ended the run, after a collective failed with `error`: the failure another rank left word of, if any."""
@@ -174,9 +195,21 @@ class Ranks:
             return RankError(f"rank {silent[0]} does not answer: no sign of life for {silent[1]:.0f} s ({_line(error)})")
         return RankError(f"rank {self.rank} lost another rank, which left no word: {_line(error)}")
 
+    def cut(self) -> None:
+        """On rank 0: end the others wherever they are, a collective say; waits a moment until they have gone."""
+        deadline = time.monotonic() + _CUT_SECONDS
+        with suppress(RuntimeError, KeyboardInterrupt):
+            self._store.set("cut", "1")
+            others = [f"left/{rank}" for rank in range(self.size) if rank != self.rank]
+            while time.monotonic() < deadline and not self._store.check(others):
+                time.sleep(0.05)
+
     def close(self) -> None:
         """Leave the group in good order."""
         self._watch.stop()
+        if self.broken is not None:
+            # A collective that will never end is not waited for.
+            return
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
@@ -196,8 +229,11 @@ def leave() -> None:
     while _joined:
         ranks = _joined.pop()
         if ranks.rank == 0:
-            with suppress(RuntimeError):
-                ranks.order("end", {"first": []})
+            try:
+                with ranks.together():
+                    ranks.order("end", {"first": []})
+            except (RankError, RuntimeError, KeyboardInterrupt):
+                ranks.cut()
         ranks.close()
 
 
@@ -256,11 +292,20 @@ class _Watch:
         with suppress(RuntimeError):
             self._store.set(f"left/{self._rank}", "1")
 
+    def _cut(self) -> bool:
+        """Whether rank 0 wants this rank gone."""
+        with suppress(RuntimeError):
+            return self._rank > 0 and bool(self._store.check(["cut"]))
+        return False
+
     def _run(self) -> None:
         count = 0
         while not self._stopped.wait(_BEAT_SECONDS):
             count += 1
             self._beat(count)
+            if self._cut():
+                self.stop()
+                os._exit(0)
             found = self.failure()
             if found and not self._stopped.wait(6 * _BEAT_SECONDS):
                 # The main thread had its chance to report; it hangs in a collective.

@@ -17,7 +17,7 @@ import pytest
 from tests.tiny_model import write
 
 ROOT = Path(__file__).parents[2]
-ALL = ("ar", "dense", "self", "sparse", "rectified", "exact", "sparse-sampled")
+ALL = ("ar", "dense", "self", "rectified", "exact", "quest", "sparse", "sparse-sampled", "pool")
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def alone(models: tuple[Path, Path]) -> dict:
 def test_ranks_give_the_tokens_of_one(
     ranks: list[subprocess.Popen[str]], models: tuple[Path, Path], alone: dict, size: int
 ) -> None:
-    """Every mode, greedy and sampled; with 4 ranks each kv head lies on two of them."""
-    assert len({json.dumps(alone[name]) for name in ("ar", "sparse", "sparse-sampled")}) == 3
+    """Every mode, greedy and sampled, page bounds and pools; with 4 ranks each kv head lies on two of them."""
+    assert len({json.dumps(alone[name]) for name in ("ar", "sparse", "sparse-sampled", "quest", "pool")}) == 5
     assert drive(ranks, size, models, *ALL) == alone
 
 
@@ -135,6 +135,28 @@ def test_a_killed_rank_ends_all_within_seconds(ranks: list[subprocess.Popen[str]
     assert time.monotonic() - began < 20
     assert ends[0][0] == 1
     assert "error: rank 1" in ends[0][2] and "Traceback" not in ends[0][2]
+
+
+def test_an_interrupted_step_ends_all_ranks_at_once(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
+    """Ctrl-C on rank 0 may leave the others inside a sum over ranks, where nothing will come any more."""
+    code = (
+        "import os, sys; from dustin.backends.torch_triton import model; plain = model.TorchModel._mlp\n"
+        "def cut(self, *args):\n"
+        "    if cut.calls == 40 and os.environ['RANK'] == '0': raise KeyboardInterrupt\n"
+        "    cut.calls += 1\n"
+        "    return plain(self, *args)\n"
+        "cut.calls = 0; model.TorchModel._mlp = cut\n"
+        "from dustin.cli import main; sys.argv = ['dustin', *'generate --device cpu -p x --ignore-eos -m'.split(), '{model}']\n"
+        "main()"
+    ).replace("{model}", str(models[0]))
+    ranks += start(2, ["-c", code])
+    assert ranks[0].stdout is not None
+    ranks[0].stdout.read(1)
+    began = time.monotonic()
+    ends = finish(ranks)
+    assert time.monotonic() - began < 20
+    assert [end[0] for end in ends] == [130, 0], ends
+    assert not any(word in end[2] for end in ends for word in ("error", "Traceback", "frame #"))
 
 
 def test_a_failing_rank_is_named_with_its_reason(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
@@ -224,7 +246,7 @@ def test_two_mlx_ranks_give_the_tokens_of_one(models: tuple[Path, Path]) -> None
     if not launcher.exists():
         pytest.skip("mlx.launch is not installed")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DRIVER_BACKEND": "mlx"}
-    command = [sys.executable, str(ROOT / "tests" / "ranks_driver.py"), *map(str, models), *ALL[-3:], "ar"]
+    command = [sys.executable, str(ROOT / "tests" / "ranks_driver.py"), *map(str, models), *ALL[-4:], "ar"]
     runs = (command, [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", free_port(), "--", *command])
     one, two = (subprocess.run(run, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT) for run in runs)
     assert one.returncode == two.returncode == 0, (one.stderr, two.stderr)
