@@ -27,7 +27,7 @@ from dustin.cli_options import (
     request_options,
 )
 from dustin.conversation import Conversation
-from dustin.errors import DustinError, UsageError
+from dustin.errors import DustinError, RankError, UsageError
 from dustin.help_pages import Sectioned
 from dustin.status_line import StatusLine, quiet_keyboard, status_text
 from dustin.terminal import check_text, note, prefill_bar, printable, read_file
@@ -93,6 +93,8 @@ class Chat:
                     raise
                 interrupted = True
                 note("Ctrl-C again, Ctrl-D or /quit leaves")
+            except RankError:
+                raise  # Nothing works without the other ranks.
             except DustinError as error:
                 note(f"error: {error}")
                 self.failure = error.exit_code
