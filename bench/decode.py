@@ -300,7 +300,7 @@ class DecodeBench:
         base.fill_(self.context)
         state.target_lengths.fill_(self.context + block)
         self.record(
-            batch, f"exact {block}", total, seconds, query_rows=block + 1, budget=self.budget,
+            batch, f"exact {block}", total, seconds, query_rows=block + 1, num_draft_tokens=self.num_drafts, budget=self.budget,
             acceptance_length=round(total / checks / batch, 3), histogram=histogram(table), exact_block=block,
             rounds_per_check=rounds, check_ms=round(gpu_ms(graph, 1), 2),
         )  # fmt: skip
