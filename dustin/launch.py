@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from dustin.errors import RankError, UsageError
+from dustin.errors import DustinError, UsageError
 
 # Set for the ranks that `spawn` starts: rank 0 alone speaks there, the launcher sees the others end.
 LAUNCHED = "DUSTIN_LAUNCHED"
@@ -28,8 +28,12 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The rank of this process."""
-    return int(os.environ.get("MLX_RANK" if kind() == "mlx" else "RANK", "0"))
+    """The rank of this process. Raise UsageError on a variable that is no number."""
+    name = "MLX_RANK" if kind() == "mlx" else "RANK"
+    text = os.environ.get(name, "0")
+    if not text.isdigit():
+        raise UsageError(f"{name} is {text!r}, expected the number of this process: torchrun and mlx.launch set it")
+    return int(text)
 
 
 def kind() -> str | None:
@@ -64,24 +68,26 @@ def as_rank(command: Callable[[], int], debug: Callable[[], bool]) -> int:
     """Run `command` on rank 0, follow it on the others; returns the exit code."""
     from dustin import registry
 
+    own = 0
     try:
+        own = rank()
         registry.join_ranks()
-        if rank() == 0:
+        if own == 0:
             return command()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         registry.follow()
         return 0
-    except RankError as error:
+    except DustinError as error:
         if debug():
             raise
-        return _end(error)
+        return _end(error, own)
     finally:
-        if rank() == 0 and not isinstance(sys.exc_info()[1], RankError):
+        if own == 0 and not isinstance(sys.exc_info()[1], DustinError):
             registry.leave_ranks()
 
 
-def _end(error: RankError) -> int:
-    if rank() == 0 or LAUNCHED not in os.environ:
+def _end(error: DustinError, own: int) -> int:
+    if own == 0 or LAUNCHED not in os.environ:
         print(f"error: {error}", file=sys.stderr, flush=True)
     # Threads of a broken group may wait for ever; nothing is left to save.
     os._exit(error.exit_code)

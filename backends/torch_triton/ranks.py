@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dustin.errors import RankError
+from dustin.errors import RankError, UsageError
 
 _HEADER = 4096
 _IDLE = timedelta(days=365)
@@ -41,8 +41,15 @@ def this_rank() -> int:
 
 
 def time_limit() -> float:
-    """Seconds a rank may keep the others waiting in a collective, from DUSTIN_TP_TIMEOUT."""
-    return float(os.environ.get("DUSTIN_TP_TIMEOUT", "120"))
+    """Seconds a rank may keep the others waiting in a collective, from DUSTIN_TP_TIMEOUT. Raise UsageError on no such number."""
+    text = os.environ.get("DUSTIN_TP_TIMEOUT", "120")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 1e6:
+        raise UsageError(f"DUSTIN_TP_TIMEOUT is {text!r}, expected seconds from 1 to 1000000")
+    return seconds
 
 
 class Ranks:
@@ -53,6 +60,7 @@ class Ranks:
         self.rank, self.size, self.device = this_rank(), world_size(), torch.device("cpu")
         self.variant: Any = None
         self.broken: str | None = None
+        self.busy = 0  # calls of all ranks that are under way, in whatever thread
         self._limit = timedelta(seconds=time_limit())
         try:
             self._store, _, _ = next(dist.rendezvous("env://", timeout=self._limit))
@@ -174,6 +182,7 @@ class Ranks:
 
         Every later call is then refused. Errors of kind `known` are met by all ranks, and change nothing.
         """
+        self.busy += 1
         try:
             with self.guard():
                 yield
@@ -183,6 +192,8 @@ class Ranks:
                 reason = str(error) if lost else f"the ranks are out of step: {type(error).__name__} cut a step short. Start again"
                 self.broken = self.broken or reason
             raise
+        finally:
+            self.busy -= 1
 
     def why(self, error: Exception) -> RankError:
         """What ended the run, after a collective failed with `error`: the failure another rank left word of, if any."""
@@ -229,6 +240,8 @@ def leave() -> None:
     while _joined:
         ranks = _joined.pop()
         if ranks.rank == 0:
+            if ranks.busy:
+                ranks.broken = "the run has ended"
             try:
                 with ranks.together():
                     ranks.order("end", {"first": []})

@@ -187,12 +187,12 @@ def test_a_silent_rank_runs_into_the_time_limit(ranks: list[subprocess.Popen[str
     assert "error: rank 1 does not answer" in err
 
 
-def run_dustin(*args: str) -> subprocess.CompletedProcess[str]:
+def run_dustin(*args: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """`python -m dustin ARGS`."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    whole = inherited | {"PYTHONPATH": str(ROOT)} | (environment or {})
     return subprocess.run(
-        [sys.executable, "-m", "dustin", *args], env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=120, cwd=ROOT,
+        [sys.executable, "-m", "dustin", *args], env=whole, capture_output=True, text=True, timeout=120, cwd=ROOT,
     )  # fmt: skip
 
 
@@ -217,6 +217,22 @@ def test_what_ranks_cannot_do_is_refused(models: tuple[Path, Path], extra: list[
     ended = run_dustin("generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "2", *extra)
     assert ended.returncode == code
     assert text in ended.stderr and ended.stderr.count("error:") == 1, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"DUSTIN_TP_TIMEOUT": "soon"}, "DUSTIN_TP_TIMEOUT is 'soon', expected seconds"),
+        ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK is 'first', expected the number"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a number"),
+    ],
+)
+def test_variables_of_ranks_are_checked(models: tuple[Path, Path], environment: dict[str, str], text: str) -> None:
+    """One line and exit code 2, whatever is wrong with them."""
+    ranks = [] if "WORLD_SIZE" in environment else ["--tensor-parallel", "2"]
+    ended = run_dustin("generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "2", *ranks, environment=environment)
+    assert ended.returncode == 2
+    assert text in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
 
 
 @pytest.mark.slow
