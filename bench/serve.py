@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,27 +105,49 @@ class Client:
         return "".join(pieces), times
 
 
-def measure(client: Client, prompts: list[str], clients: int, tokenizer: Any) -> dict[str, Any]:
-    """All prompts through so many clients; rates and latencies."""
-    began = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        answers = list(pool.map(client.ask, prompts))
-    elapsed = time.perf_counter() - began
-    counts = [len(tokenizer.encode(text, add_special_tokens=False)) for text, _ in answers]
-    first = sorted(times[1] - times[0] for _, times in answers if len(times) > 1)
-    gaps = sorted(b - a for _, times in answers for a, b in zip(times[1:], times[2:], strict=False))
-    return {
-        "clients": clients,
-        "requests": len(prompts),
-        "generated_tokens": sum(counts),
-        "seconds": round(elapsed, 2),
-        "tokens_per_s": round(sum(counts) / elapsed, 2),
-        "ttft_ms_median": round(1e3 * statistics.median(first), 1),
-        "ttft_ms_worst": round(1e3 * first[-1], 1),
-        "gap_ms_median": round(1e3 * statistics.median(gaps), 1) if gaps else None,
-        "gap_ms_worst": round(1e3 * gaps[-1], 1) if gaps else None,
-        "texts": [text for text, _ in answers],
-    }
+@dataclass
+class Measured:
+    """What one side did with so many clients, over all rounds."""
+
+    side: str
+    clients: int
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, client: Client, prompts: list[str], tokenizer: Any) -> None:
+        """All of these prompts."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(self.clients) as pool:
+            answers = list(pool.map(client.ask, prompts))
+        self.seconds += time.perf_counter() - began
+        self.requests += len(prompts)
+        self.tokens += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text, _ in answers)
+        self.texts += [text for text, _ in answers]
+        self.first += [times[1] - times[0] for _, times in answers if len(times) > 1]
+        self.gaps += [b - a for _, times in answers for a, b in zip(times[1:], times[2:], strict=False)]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a row."""
+        return {
+            "side": self.side,
+            "clients": self.clients,
+            "requests": self.requests,
+            "generated_tokens": self.tokens,
+            "seconds": round(self.seconds, 2),
+            "tokens_per_s": round(self.rate, 2),
+            "ttft_ms_median": round(1e3 * statistics.median(self.first), 1),
+            "gap_ms_median": round(1e3 * statistics.median(self.gaps), 1) if self.gaps else None,
+            "gap_ms_worst": round(1e3 * max(self.gaps), 1) if self.gaps else None,
+        }
 
 
 def sides(opts: dict[str, Any], source: Path, folder: Path | None) -> Iterator[tuple[str, list[str], int, str, str]]:
@@ -180,7 +203,8 @@ def chats(tokenizer: Any, context: int, count: int) -> list[str]:
 @click.option("--model", default="SmolLM2-135M-Instruct", show_default=True, help="A known model or a .gguf file.")
 @click.option("--modes", default="ar,auto,dense+lookup", show_default=True, help="Our modes, with +DRAFTER where wanted.")
 @click.option("--peers", default="transformers", show_default=True, help="transformers, transformers-cb, mlx-lm; by commas.")
-@click.option("--requests", default=16, show_default=True)
+@click.option("--requests", default=8, show_default=True, help="Chats a round, for one client and again for several.")
+@click.option("--rounds", default=2, show_default=True, help="The sides take turns in each.")
 @click.option("--clients", default=8, show_default=True, help="Clients at once; every side is measured with one client too.")
 @click.option("--context", default=300, show_default=True, help="Prompt tokens, about.")
 @click.option("--tokens", default=48, show_default=True, help="Longest answer.")
@@ -195,39 +219,43 @@ def main(**opts: Any) -> None:
 
     source = models.resolve(opts["model"])
     tokenizer = Tokenizer.load(source)
-    prompts = chats(tokenizer, opts["context"], opts["requests"])
-    made: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    # Every round and both kinds have passages of their own: what a server keeps of prefixes must not help it here.
+    prompts = chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"])
+    made: dict[tuple[str, int], Measured] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
         if opts["peers"]:
             export(source, Path(folder), tokenizer, opts["dtype"])
+        asked: dict[str, Client] = {}
         for name, command, port, path, model in sides(opts, source, Path(folder)):
-            with serving(command, port, path, opts["threads"]) as address:
-                client = Client(address, model, opts["tokens"])
-                client.ask("Hello")  # loads and warms
-                alone = measure(client, prompts, 1, tokenizer)
-                # Other prompts: what one server keeps of prefixes must not help it here.
-                others = chats(tokenizer, opts["context"], 2 * opts["requests"])[opts["requests"] :]
-                together = measure(client, others, opts["clients"], tokenizer)
-            for found in (alone, together):
-                found |= {"side": name, "ratio": round(found["tokens_per_s"] / alone["tokens_per_s"], 3)}
-                made.append(found)
-                click.echo(
-                    f"{name:20s} {found['clients']:2d} clients{found['tokens_per_s']:7.1f} tok/s {found['ratio']:.2f}x one by one  "
-                    f"first {found['ttft_ms_median']:.0f} ms, gap {found['gap_ms_median']} ms (worst {found['gap_ms_worst']})",
-                    err=True,
-                )
-    rows.write(OUT, [_row(found, made, opts, source) for found in made], append=opts["append"])
+            asked[name] = Client(servers.enter_context(serving(command, port, path, opts["threads"])), model, opts["tokens"])
+            asked[name].ask("Hello")  # loads and warms
+            for clients in (1, opts["clients"]):
+                made[name, clients] = Measured(name, clients)
+        for _ in range(opts["rounds"]):
+            for clients in (1, opts["clients"]):
+                some, prompts = prompts[: opts["requests"]], prompts[opts["requests"] :]
+                # In turn, so that what else the machine does meets all sides.
+                for name, client in asked.items():
+                    made[name, clients].add(client, some, tokenizer)
+    lines = [_row(found, made, opts, source) for found in made.values()]
+    for row in lines:
+        click.echo(
+            f"{row['side']:22s} {row['clients']:2d} clients {row['tokens_per_s']:7.1f} tok/s {row['ratio']:5.2f}x one by one  "
+            f"first {row['ttft_ms_median']:.0f} ms, gap {row['gap_ms_median']} ms (worst {row['gap_ms_worst']})",
+            err=True,
+        )
+    rows.write(OUT, lines, append=opts["append"])
 
 
-def _row(found: dict[str, Any], made: list[dict[str, Any]], opts: dict[str, Any], source: Path) -> dict[str, Any]:
+def _row(found: Measured, made: dict[tuple[str, int], Measured], opts: dict[str, Any], source: Path) -> dict[str, Any]:
     """One measurement with its ratios: to the same server one by one, and to each peer with as many clients."""
-    texts = found["texts"]
     row = {"bench": "serve", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real"}
-    row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"]}
-    row |= {key: value for key, value in found.items() if key != "texts"} | {"baseline": "the same server, one client"}
-    for other in made:
-        if other["clients"] == found["clients"] and other is not found and re.match("dustin ar$|transformers|mlx", other["side"]):
-            name = re.sub(r"\W", "_", other["side"])
-            row[f"ratio_to_{name}"] = round(found["tokens_per_s"] / other["tokens_per_s"], 3)
-            row[f"same_answers_as_{name}"] = sum(a == b for a, b in zip(texts, other["texts"], strict=True))
+    row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"], "rounds": opts["rounds"]}
+    row |= found.as_dict()
+    row |= {"ratio": round(found.rate / made[found.side, 1].rate, 3), "baseline": "the same server, one client"}
+    for (side, clients), other in made.items():
+        if clients == found.clients and side != found.side and re.match("dustin ar$|transformers|mlx", side):
+            name = re.sub(r"\W", "_", side)
+            row[f"ratio_to_{name}"] = round(found.rate / other.rate, 3)
+            row[f"same_answers_as_{name}"] = sum(a == b for a, b in zip(found.texts, other.texts, strict=True))
     return row | {"note": opts["note"], "command": rows.command(), "commit": rows.commit()}
