@@ -271,3 +271,51 @@ def test_a_cache_that_trims_all_rows_alike_or_keeps_dropped_ones_fails(case):
     fails(lambda inputs: want | {"keys": np.roll(want["keys"], 1, axis=1)}, case)
     fails(lambda inputs: want | {"values": want["keys"]}, case)
     fails(lambda inputs: want | {"dropped": [(0, 0, 0) for _ in want["dropped"]]}, case)
+
+
+def one(name: str):
+    """The case of that name."""
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("score_within-fp32", {"indices": lambda x: x + (np.arange(x.size).reshape(x.shape) == 0)}),
+        ("score_within-fp32", {"heads": lambda heads: (heads[0], heads[2], heads[2])}),
+        ("page_scores-fp32", {"page_size": lambda size: size + 1}),
+        ("page_scores-bf16", {"q": lambda q: -q}),
+        ("accumulate-longer", {"decay": lambda decay: decay + 0.01}),
+        ("accumulate-a-row", {"decay": lambda decay: decay[::-1]}),
+        ("smooth-3", {"width": lambda width: width + 2}),
+        ("keep_mass-0.2", {"mass": lambda mass: 0.4}),
+        ("keep_mass-0.9", {"num_recent_tokens": lambda count: 0, "mass": lambda mass: 0.0}),
+        ("measures", {"logits": lambda logits: logits[..., ::-1]}),
+        ("measures", {"tokens": lambda tokens: (tokens + 1) % 61}),
+        ("measures", {"counts": lambda counts: np.maximum(counts - 1, 0)}),
+    ],
+)
+def test_wrong_set_operations_fail(name, changes):
+    fails(changed(one(name), **changes), one(name))
+
+
+def test_a_score_outside_its_set_fails():
+    case = one("score_within-fp32")
+
+    def leaks(inputs):
+        scores = specification(case.op, inputs)["scores"].copy()
+        scores[0, np.flatnonzero(np.isneginf(scores[0, : inputs["lengths"][0]]))[0]] = 0.0
+        return {"scores": scores}
+
+    fails(leaks, case)
+
+
+def test_cutting_a_whole_prefix_by_mass_fails():
+    case = one("keep_mass-0.2")
+
+    def cuts(inputs):
+        outputs = {name: value.copy() for name, value in specification(case.op, inputs).items()}
+        outputs["counts"][2] -= 1
+        return outputs
+
+    fails(cuts, case)
