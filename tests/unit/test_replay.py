@@ -117,6 +117,14 @@ def test_rectified_rows_are_dense_again() -> None:
         assert np.allclose(cache.keys[2][b, : len(row)], dense.keys[2][b, : len(row)])
 
 
+def test_a_lagged_lookahead_starts_with_history_alone() -> None:
+    replay = make_replay(count=13)
+    now, late = (replay.run(selector("dustin"), SCORING.draft, lag=lag) for lag in (0, 1))
+    history = replay.run(selector("history"), SCORING.draft)
+    assert np.array_equal(late.kl[0], history.kl[0])
+    assert not np.array_equal(now.kl, late.kl)
+
+
 def test_rows_after_the_end_of_an_answer_are_left_out() -> None:
     got = make_replay(count=13, valid=[13, 6]).run(selector("streaming"), SCORING.draft)
     assert got.valid[:, 0].all() and got.valid[:, 1].sum() == 5
