@@ -235,12 +235,12 @@ class Round:
             slots=self.slots[part], slot_counts=self.slot_counts,
         )  # fmt: skip
 
-    def scoring(self) -> list[Launch]:
-        """Target and draft scores, two branches of the graph."""
-        return [together([self.score_draft], [self.score_target], self.side)]
+    def scoring(self, forked: bool = False) -> list[Launch]:
+        """Target and draft scores, one after the other or as two branches of the graph."""
+        return [together([self.score_draft], [self.score_target], self.side)] if forked else [self.score_target, self.score_draft]
 
-    def selection(self) -> list[Launch]:
-        return [*self.scoring(), self.choose, self.translate]
+    def selection(self, forked: bool = False) -> list[Launch]:
+        return [*self.scoring(forked), self.choose, self.translate]
 
     def start(self) -> None:
         """Choose a set once and translate it for every slice of the memory."""

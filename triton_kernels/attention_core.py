@@ -33,8 +33,7 @@ class AttentionConfig:
     trigger: int = 0  # sparse, with `ahead`: the next kernel may start once this many tiles are read
     value_parts: int = 1  # sparse: programs that share the value dims of a head, each with all its keys (no merge)
     max_registers: int = 0  # a thread (0: the compiler's choice), so that programs of two kernels fit one multiprocessor
-    prefetch_bytes: int = 0  # sparse, with `ahead`: ask the L2 for so many more bytes of K and V before the kernel before has ended
-    burst_bytes: int = 0  # and for so many at once when it has
+    prefetch_bytes: int = 0  # sparse, with `ahead`: ask the L2 for so many more bytes of K and V
 
 
 class AttentionWorkspace:

@@ -105,17 +105,15 @@ def check_counts(batch: int, like: torch.Tensor, **counts: torch.Tensor) -> None
         check_tensor(name, tensor, (batch,), (torch.int32,), like)
 
 
-# Asks the L2 for the line at a pointer, unless it is null: a hint that needs no register and no shared memory. (The bulk
-# form takes one address at a time from a warp, which costs more than it hides.)
-PREFETCH_LINE = tl.constexpr("{ .reg .pred p; setp.ne.u64 p, $1, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
+def prefetch_instruction(num_bytes: int) -> str:
+    """PTX that asks the L2 for `num_bytes` (a multiple of 16) at a pointer: a hint that needs no register, no shared memory."""
+    return f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0;"
 
 
 @triton.jit
-def prefetch_rows(row_pointers, wanted, LINES: tl.constexpr, LINE: tl.constexpr):
-    """Ask the L2 for rows [N] of LINES lines of LINE elements each where `wanted` [N]. On a GPU only."""
-    lines = tl.arange(0, LINES) * LINE
-    address = tl.where(wanted[:, None], (row_pointers[:, None] + lines[None, :]).to(tl.int64), 0)
-    tl.inline_asm_elementwise(PREFETCH_LINE, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+def prefetch_rows(pointers, INSTRUCTION: tl.constexpr):
+    """Run a prefetch instruction for each pointer of a tile. On a GPU only."""
+    tl.inline_asm_elementwise(INSTRUCTION, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

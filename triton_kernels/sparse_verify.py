@@ -33,8 +33,10 @@ from .runtime import (
     check_counts,
     check_pools,
     check_tensor,
+    num_multiprocessors,
     power_of_two,
     precision_of,
+    prefetch_instruction,
     prefetch_rows,
 )
 from .translate_slots import check_indices, translate_slots
@@ -45,12 +47,12 @@ MAX_QUERY_ROWS = 64
 @triton.jit
 def sparse_verify_kernel(
     q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens, out, part_o, part_ml, counters,
-    stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap, early, burst,
+    stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap, early,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr, ROW_TILES: tl.constexpr,
     ROW: tl.constexpr, HEAD: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    BURST: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, key split, row tile, kv head, part of the value dims); the kv heads of a split read neighbouring memory.
 
@@ -93,20 +95,16 @@ def sparse_verify_kernel(
     if AHEAD > 0:
         if begin + AHEAD > count:
             begin_dependent(PDL)
-        # Entries past the pipeline's own depth go to the L2 only, some now, some once the kernel before has ended.
-        # Nothing read here is used below.
-        old_stop = tl.minimum(stop, count)
-        if EARLY > 0:
-            soon = begin + AHEAD + tl.arange(0, EARLY)
-            wanted = (soon < old_stop) & (soon < begin + AHEAD + early)
-            old_rows = tl.load(slots + soon, mask=wanted, other=0).to(tl.int64) * ROW + h * HEAD
-            prefetch_rows(k_pool + old_rows, wanted, D // LINE, LINE)
-            if part == 0:
-                prefetch_rows(v_pool + old_rows, wanted, D // LINE, LINE)
-        if BURST > 0:
-            later = begin + AHEAD + early + tl.arange(0, BURST)
-            burst_wanted = (later < old_stop) & (later < begin + AHEAD + early + burst)
-            burst_slots = tl.load(slots + later, mask=burst_wanted, other=0)
+        if PREFETCH != "":
+            # Entries past the pipeline's own depth go to the L2 only. Nothing read here is used below. (Asking for all the
+            # rest at once when the wait is over was slower: it delays the copies that the first steps wait for.)
+            stop_early = tl.minimum(tl.minimum(stop, count), begin + AHEAD + early)
+            for first in range(begin + AHEAD, stop_early, 128):
+                soon = tl.minimum(first + tl.arange(0, 128), stop_early - 1)
+                old_rows = tl.load(slots + soon).to(tl.int64) * ROW + h * HEAD
+                prefetch_rows(k_pool + old_rows, PREFETCH)
+                if part == 0:
+                    prefetch_rows(v_pool + old_rows, PREFETCH)
         q_tile = tl.zeros([BLOCK_M, BLOCK_D], q.dtype.element_ty)
     else:
         q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
@@ -137,11 +135,6 @@ def sparse_verify_kernel(
             if start == begin:
                 if PDL:
                     tl.extra.cuda.gdc_wait()
-                if BURST > 0:
-                    burst_rows = burst_slots.to(tl.int64) * ROW + h * HEAD
-                    prefetch_rows(k_pool + burst_rows, burst_wanted, D // LINE, LINE)
-                    if part == 0:
-                        prefetch_rows(v_pool + burst_rows, burst_wanted, D // LINE, LINE)
                 q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
             if PDL:
                 # Late enough that what the next kernel reads ahead fills the end of this one.
@@ -178,7 +171,7 @@ def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConf
     block_m = min(power_of_two(rows, 16), 64 if head_dim > 128 else 128)
     if block_m > 64 or head_dim > 128:
         return AttentionConfig(block_m, 32, 8 if block_m > 64 else 4, 5, fused_splits=2, max_splits=16, ahead=False)
-    return AttentionConfig(block_m, 64, 4, 3, waves=1.0, fused_splits=2, max_splits=16, trigger=3)
+    return AttentionConfig(block_m, 64, 4, 3, waves=1.0, fused_splits=2, max_splits=16, trigger=3, prefetch_bytes=6 << 20)
 
 
 def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:
@@ -255,23 +248,20 @@ def sparse_verify(
     if parts > 1 and (block_d // parts < 16 or (launch.splits > 1 and not launch.fused)):
         raise ValueError(f"config.value_parts: expected 1 for head_dim {dim} with {launch.splits} splits, got {parts}")
     ahead = config.num_stages * config.block_n if settled and config.ahead else 0
-    # Entries that a program asks for early or at once, so that all programs together ask for at most so many bytes.
-    row_bytes = 2 * dim * q.element_size() * batch * num_kv_heads * launch.splits
-    per_split = triton.cdiv(triton.cdiv(max_entries, launch.splits), 16) * 16
-    line = 128 // q.element_size()
-    hinted = ahead > 0 and dependent and dim % line == 0 and dim // line in (1, 2, 4)
-    early = min(config.prefetch_bytes // row_bytes, per_split - ahead) if hinted else 0
-    burst = min(config.burst_bytes // row_bytes, per_split - ahead - max(early, 0)) if hinted else 0
+    # Entries that a program asks for early, so that all programs together ask for at most `prefetch_bytes`.
+    early = config.prefetch_bytes // (2 * dim * q.element_size() * batch * num_kv_heads * launch.splits)
+    # Where a processor holds two programs of this kernel, those of the next one come too late to fetch early.
+    alone = batch * launch.splits * launch.row_tiles * num_kv_heads * parts <= num_multiprocessors(q.device)
+    prefetch = prefetch_instruction(dim * q.element_size()) if early > 0 and ahead and dependent and alone else ""
     sparse_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads * parts,)](
         q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens,
         out, workspace.outputs, workspace.stats, workspace.counters,
         q.stride(0), q.stride(1), q.stride(2), slots.stride(0), indices.stride(0), tokens, window,
-        scale * math.log2(math.e), softcap, max(early, 0), max(burst, 0),
+        scale * math.log2(math.e), softcap, early,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_V=block_d // parts, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, UNIT=block_size, SPLITS=launch.splits, VALUES=parts, ROW_TILES=launch.row_tiles,
         ROW=k_pool.stride(1), HEAD=k_pool.stride(2), AHEAD=ahead, TRIGGER=config.trigger, WINDOW=window > 0,
-        SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype),
-        EARLY=power_of_two(early) if early > 0 else 0, BURST=power_of_two(burst) if burst > 0 else 0, LINE=line, PDL=dependent,
+        SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent,
         **options,
     )  # fmt: skip
     if launch.splits > 1 and not launch.fused:
