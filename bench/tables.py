@@ -75,18 +75,25 @@ def attention() -> str:
             str(row["context"]),
             str(row["batch"]),
             str(row["budget"]),
-            row["scoring"],
+            row["scoring"].split(" + ")[0] + (f", {row['dense_layers']} layer dense" if row["dense_layers"] else ""),
             f"{row['ratio']:.1f}x",
+            f"{row['ratio_attention_only']:.1f}x",
+            f"{row['sparse_attention_us_per_layer']:.1f}",
+            f"{row['selection_us_per_round']:.0f}",
             f"{row['selection_percent_of_dense']:.2f} %",
+            f"{row['our_dense_us_per_layer']:.0f}",
             f"{row['dense_over_copy_floor']:.2f}",
             row["baseline"],
         ]
         for row in made
     ]
-    header = ["Hq/Hkv/D", "context", "batch", "budget", "scoring", "ratio"]
-    header += ["selection / dense", "our dense / copy floor", "baseline"]
+    header = ["Hq/Hkv/D", "context", "batch", "budget", "scoring by the target", "ratio", "without selection", "sparse, us a layer"]
+    header += ["selection, us a round", "selection / dense", "our dense, us a layer", "our dense / copy floor", "baseline"]
     first = made[0]
-    note = f"{first['card']}, six query rows, random weights; `{first['command']}` at {first['commit']}."
+    note = (
+        f"{first['card']}, six query rows, random weights; scoring besides: 3 draft layers x 4 heads of 1 kv head, every round; "
+        f"`{first['command']}` at {first['commit']}."
+    )
     return markdown(header, lines) + "\n\n" + note
 
 
