@@ -73,7 +73,10 @@ class Engine:
         self.cache: KVCache | None = None
         self.planner: AutoPlanner | None = None
         if options.mode == "auto":
-            self.planner = AutoPlanner(target.spec, drafter.name, options.budget, options.num_draft_tokens, options.exact_block)
+            # Less than this, and the protected tokens leave little to choose.
+            least = 4 * (options.num_sink_tokens + options.num_recent_tokens)
+            bounds = options.budget, options.num_draft_tokens, options.exact_block
+            self.planner = AutoPlanner(target.spec, drafter.name, *bounds, least)
         self._chosen = Plan(options.mode, options.num_draft_tokens, options.exact_block)
         self._looks: list[Look] = []
         self._history: Queries | None = None
@@ -137,6 +140,7 @@ class Engine:
         self._chosen = Plan(self.options.mode, self.options.num_draft_tokens, self.options.exact_block)
         if self.planner is not None:
             self._chosen = self.planner.choose([row.committed for row in self.rows if row.active])
+            self.selector.resize(self._chosen.budget or self.options.budget)
         mode = self._chosen.mode
         self.stats.mode_rounds[mode] += 1
         self._looks = []
@@ -466,7 +470,7 @@ class Engine:
         return tokens * self.target.spec.bytes_per_kv_token
 
     def _count_verification(self, counts: Seq[int], token_set: TokenSet | None) -> None:
-        budget = self.options.budget if token_set is not None else None
+        budget = (self._chosen.budget or self.options.budget) if token_set is not None else None
         lengths = [n for count, n in zip(counts, self._target_cache.lengths, strict=True) if count]
         read = self._kv_bytes(sum(min(n, budget) if budget else n for n in lengths))
         if token_set is not None and token_set.dense_layers:

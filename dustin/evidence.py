@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Old evidence fades to 1/e within so many rounds, and checked tokens: long enough to tell plans apart, short beside a text.
-_MEMORY_ROUNDS, MEMORY_TOKENS = 40.0, 250.0
+_MEMORY_ROUNDS, _MEMORY_TOKENS = 40.0, 250.0
 # What a position without evidence is taken to accept, and with how many observations' weight.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 # Agreement of the sparse target with the dense one, a token: the real pair measured 0.9 to 0.99.
 _CHECK_PRIOR = 0.93
+# Disagreement with dense attention falls by this power of the budget: .093, .073, .054 at 512, 1024, 2048 tokens of 32k.
+_BUDGET_POWER = 0.39
+# What one budget's evidence may count for another, in tokens.
+_SHARED_WEIGHT = 100.0
 
 
 class Acceptance:
@@ -121,11 +125,11 @@ class Clock:
 class Costs:
     """Seconds for one size of batch and context; what was not measured here is taken from a neighbouring size, scaled.
 
-    `plain` of size 0, `dense` and `sparse` rounds by drafts, `check` by the tokens of a block.
+    `plain` of size 0, `dense` and `sparse BUDGET` rounds by drafts, `check` by the tokens of a block.
     """
 
     def __init__(self, base: Costs | None = None) -> None:
-        self.clocks = {kind: Clock() for kind in ("plain", "dense", "sparse", "check")}
+        self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
         self._base = base
         self._ratio = 1.0
 
@@ -161,15 +165,43 @@ class Habits:
 
     dense: Acceptance = field(default_factory=Acceptance)
     sparse: Acceptance = field(default_factory=Acceptance)
-    kept: float = _CHECK_PRIOR * _PRIOR_WEIGHT
-    checked: float = _PRIOR_WEIGHT
+    # Budget -> tokens that dense checks kept, and tokens they tested.
+    checks: dict[int, tuple[float, float]] = field(default_factory=dict)
     # Sparse rounds of a block over those that mean acceptance promises: the last round overshoots, the slowest row counts.
     rounds_factor: float = 1.0
 
     def faded(self) -> Habits:
         """A copy for the next text, with the weight of a few observations."""
-        share = min(1.0, 8.0 / self.checked)
-        return Habits(self.dense.faded(8.0), self.sparse.faded(8.0), self.kept * share, self.checked * share, self.rounds_factor)
+        checks = {}
+        for budget, (kept, checked) in self.checks.items():
+            share = min(1.0, 8.0 / checked) if checked else 0.0
+            checks[budget] = kept * share, checked * share
+        return Habits(self.dense.faded(8.0), self.sparse.faded(8.0), checks, self.rounds_factor)
+
+    def check(self, budget: int, kept: Sequence[int], offered: Sequence[int]) -> None:
+        """One dense check: of offered[b] tokens the first kept[b] survived."""
+        tested = sum(k + (k < n) for k, n in zip(kept, offered, strict=True))
+        fade = math.exp(-tested / max(1, len(kept)) / _MEMORY_TOKENS)
+        before = self.checks.get(budget, (0.0, 0.0))
+        self.checks[budget] = before[0] * fade + sum(kept), before[1] * fade + tested
+
+    def agreement(self, budget: int, doubt: float = 0.0) -> float:
+        """Chance that a sparse token survives its check; with `doubt`, so many standard errors better.
+
+        A budget without evidence is taken to err as another does, by the power of the budgets that the real pair showed.
+        """
+        prior, weight = _CHECK_PRIOR, _PRIOR_WEIGHT
+        others = [(checked, other) for other, (_, checked) in self.checks.items() if other != budget and checked]
+        if others:
+            seen, other = max(others)
+            kept, checked = self.checks[other]
+            weight = max(weight, min(_SHARED_WEIGHT, 0.3 * seen))
+            known = (kept + _CHECK_PRIOR * _PRIOR_WEIGHT) / (checked + _PRIOR_WEIGHT)
+            prior = max(0.0, 1 - (1 - known) * (other / budget) ** _BUDGET_POWER)
+        kept, checked = self.checks.get(budget, (0.0, 0.0))
+        share = (kept + prior * weight) / (checked + weight)
+        weight += checked
+        return min(1.0, share + doubt * math.sqrt(share * (1 - share) / weight)) if doubt else share
 
 
 class PriceList:

@@ -520,6 +520,10 @@ class Selector(Protocol):
     prompt_rows: int
     cost: SelectionCost
 
+    def resize(self, budget: int) -> None:
+        """Sets have up to `budget` tokens from now on (the planner of mode auto asks for that)."""
+        ...
+
     def restart(self, rows: set[int]) -> None:
         """These rows hold new sequences from now on: what is remembered of them is forgotten."""
         ...

@@ -7,12 +7,11 @@ plan: a plan that never ran is priced from those that did. The price list outliv
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dustin.evidence import MEMORY_TOKENS, Costs, Habits, PriceList
+from dustin.evidence import Costs, Habits, PriceList
 from dustin.interfaces import ModelSpec
 
 # Without a draft model a speculative round must promise this much before it is tried: KV bytes of a plain step over weight bytes.
@@ -22,20 +21,31 @@ _MIN_KV_SHARE = 0.4
 _MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.15
 # A settled plan is thought over every so many rounds: thinking takes a fraction of a millisecond.
 _THINK_ROUNDS = 4
+# Checked tokens from which on a budget counts as known.
+_KNOWN_TOKENS = 100.0
+# Agreement is known to a hundredth, which is several hundredths of speed: a budget is left for a clear gain only.
+_BUDGET_MARGIN = 1.06
 _DRAFTS, _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15), (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to spend the next round. `exact_block` is 0 outside mode exact."""
+    """One way to spend the next round. `exact_block` and `budget` are 0 where a plan has none of its own."""
 
     mode: str
     num_draft_tokens: int = 0
     exact_block: int = 0
+    budget: int = 0
+
+    @property
+    def family(self) -> tuple[str, int]:
+        """What must be seen by itself to be known: mode and budget."""
+        return self.mode, self.budget
 
     def __str__(self) -> str:
         block = f", block {self.exact_block}" if self.exact_block else ""
-        return f"{self.mode}, {self.num_draft_tokens} drafts{block}" if self.mode != "ar" else "ar"
+        budget = f", budget {self.budget}" if self.budget else ""
+        return f"{self.mode}, {self.num_draft_tokens} drafts{block}{budget}" if self.mode != "ar" else "ar"
 
 
 @dataclass
@@ -58,8 +68,14 @@ class AutoPlanner:
     Only greedy runs are planned: the choice goes by the clock, and which tokens a seed gives must not.
     """
 
-    def __init__(self, spec: ModelSpec, drafter: str, budget: int, most_drafts: int = 5, most_block: int = 32) -> None:
+    def __init__(
+        self, spec: ModelSpec, drafter: str, budget: int, most_drafts: int = 5, most_block: int = 32, least: int = 1
+    ) -> None:
+        """`budget`, `most_drafts` and `most_block` are upper bounds; a budget below `least` tokens is not tried."""
         self._spec, self._drafter, self._budget = spec, drafter, budget
+        self._budgets = [budget, *(half for half in (budget // 2,) if half >= max(1, least))]
+        self._length = 0.0
+        self._in_use = budget
         self.prices = PriceList()
         self._drafts = sorted({n for n in _DRAFTS if n < most_drafts} | {most_drafts})
         self._blocks = sorted({n for n in _BLOCKS if n < most_block} | {most_block})
@@ -67,7 +83,7 @@ class AutoPlanner:
         self._costs: Costs | None = None
         self._plan = Plan("ar")
         self._now, self._settled = 0.0, 0
-        self._seen_at: dict[str, float] = {}
+        self._seen_at: dict[tuple[str, int], float] = {}
         self._forecast: dict[Plan, float] = {}
 
     @property
@@ -95,6 +111,7 @@ class AutoPlanner:
         costs = self.prices.of(self._drafter, lengths, self._costs)
         self._settled = self._settled + 1 if costs is self._costs else 0
         self._costs = costs
+        self._length = sum(lengths) / len(lengths)
         if self._settled % _THINK_ROUNDS and self._plan in self._forecast and self._plan.mode != "exact":
             return self._plan
         self._plan = self._unmeasured(lengths) or self._look_again(lengths) or self._best(lengths)
@@ -104,7 +121,10 @@ class AutoPlanner:
         plans = [Plan("ar"), *(Plan("dense", n) for n in self._drafts)]
         # The target drafting for itself on a sparse cache IS a sparse block with a dense check.
         if self._drafter != "self" and min(lengths) >= 2 * self._budget:
-            plans += [Plan("exact", n, block) for n in (0, *self._drafts) for block in self._blocks]
+            shapes = [(n, block) for n in (0, *self._drafts) for block in self._blocks]
+            # A smaller budget is a refinement: first the larger one must be well known, and in use or worth it.
+            known = self.habits.checks.get(self._budget, (0.0, 0.0))[1] >= _KNOWN_TOKENS
+            plans += [Plan("exact", n, block, budget) for budget in self._budgets[: None if known else 1] for n, block in shapes]
         return plans
 
     def _unmeasured(self, lengths: Sequence[int]) -> Plan | None:
@@ -117,46 +137,51 @@ class AutoPlanner:
             if self.costs.count(kind, size) < 2:
                 return plan
         block = self._blocks[min(1, len(self._blocks) - 1)]
-        plan = Plan("exact", middle, block)
-        if plan in self._plans(lengths) and self.costs.count("check", block) < 2 and self._could_win("exact", lengths):
+        plan = Plan("exact", middle, block, self._budget)
+        if plan in self._plans(lengths) and self.costs.count("check", block) < 2 and self._could_win(plan.family, lengths):
             return plan
         return None
 
     def _best(self, lengths: Sequence[int]) -> Plan:
         self._forecast = {plan: self.tokens_per_second(plan) for plan in self._plans(lengths)}
         current = self._forecast.get(self._plan, 0.0)
+        kept = max((speed for plan, speed in self._forecast.items() if plan.budget == self._in_use), default=0.0)
         for best in sorted(self._forecast, key=lambda plan: -self._forecast[plan]):
             gain = self._forecast[best] / current - 1 if current else 1.0
             if best == self._plan or gain < _MARGIN - 1:
                 return self._plan
+            if best.budget not in (0, self._in_use) and self._forecast[best] < _BUDGET_MARGIN * kept:
+                continue
             # What never ran has its capture or compilation to pay: over as long as has passed it must earn that.
             if self._tried(best) or gain * self._now >= self.costs.warm_up:
+                self._in_use = best.budget or self._in_use
                 return best
         return self._plan
 
     def _tried(self, plan: Plan) -> bool:
         if plan.mode == "exact":
-            both = self.costs.count("sparse", plan.num_draft_tokens), self.costs.count("check", plan.exact_block)
+            both = self.costs.count(f"sparse {plan.budget}", plan.num_draft_tokens), self.costs.count("check", plan.exact_block)
             return min(both) > 0
         return plan.mode == "ar" or self.costs.count("dense", plan.num_draft_tokens) > 0
 
     def _look_again(self, lengths: Sequence[int]) -> Plan | None:
-        """A mode out of use that could win if all its guesses were right gets a look, for a small share of the time."""
-        for mode in ("dense", "exact"):
-            plans = [plan for plan in self._plans(lengths) if plan.mode == mode]
-            if not plans or self._plan.mode == mode:
+        """A mode, or budget, out of use that could win if all its guesses were right gets a look, for a small share of the time."""
+        families = dict.fromkeys(plan.family for plan in self._plans(lengths) if plan.mode != "ar")
+        for family in families:
+            plans = [plan for plan in self._plans(lengths) if plan.family == family]
+            if self._plan.family == family:
                 continue
             plan = max(plans, key=lambda plan: self.tokens_per_second(plan, doubt=1.0))
             doubtful = self.tokens_per_second(plan, doubt=1.0) > _MARGIN * self.tokens_per_second(self._plan)
             wait = self._seconds(plan) / (_DOUBT_SHARE if doubtful else _LOOK_SHARE)
-            if self._now - self._seen_at.get(mode, 0.0) > wait and (doubtful or self._could_win(mode, lengths)):
+            if self._now - self._seen_at.get(family, 0.0) > wait and (doubtful or self._could_win(family, lengths)):
                 return plan
         return None
 
-    def _could_win(self, mode: str, lengths: Sequence[int]) -> bool:
-        """Whether the mode would beat the plan in use if every guess were kept and what was never timed were cheap."""
+    def _could_win(self, family: tuple[str, int], lengths: Sequence[int]) -> bool:
+        """Whether a plan of this mode and budget would win if every guess were kept and what was never timed were cheap."""
         now = max(self.tokens_per_second(Plan("ar")), self.tokens_per_second(self._plan))
-        plans = [plan for plan in self._plans(lengths) if plan.mode == mode]
+        plans = [plan for plan in self._plans(lengths) if plan.family == family]
         return any(self._ideal(plan) / self._seconds(plan, hopeful=True) > _MARGIN * now for plan in plans)
 
     # Forecasts.
@@ -171,8 +196,7 @@ class AutoPlanner:
             return 1.0
         if plan.mode == "dense":
             return habits.dense.tokens(plan.num_draft_tokens, doubt)
-        beta = habits.kept / habits.checked
-        beta = min(1.0, beta + doubt * math.sqrt(beta * (1 - beta) / habits.checked))
+        beta = habits.agreement(plan.budget, doubt)
         kept = plan.exact_block if beta == 1 else beta * (1 - beta**plan.exact_block) / (1 - beta)
         return 1.0 + kept
 
@@ -188,20 +212,34 @@ class AutoPlanner:
         dense = costs.seconds("dense", drafts, plain) or plain * (1 + 0.1 * drafts)
         if plan.mode == "dense":
             return dense
-        sparse = costs.seconds("sparse", drafts, self._sparse_step(plain))
+        sparse = self._sparse_seconds(plan, plain, hopeful)
         if sparse is None:
             # Never timed: taken to cost what a dense round does, or, hopefully, little beside the drafts.
             sparse = max(dense - 0.9 * plain, 0.1 * plain) if hopeful else dense
         check = costs.seconds("check", plan.exact_block, plain) or 1.5 * plain
         return self._rounds(plan) * sparse + check
 
-    def _sparse_step(self, plain: float) -> float:
+    def _sparse_seconds(self, plan: Plan, plain: float, hopeful: bool) -> float | None:
+        """Seconds of a sparse round: timed at this budget, or at another and moved by what reading a token costs."""
+        drafts, budget = plan.num_draft_tokens, plan.budget
+        for other in sorted(self._budgets, key=lambda other: abs(other - budget)):
+            step = self._sparse_step(other, plain)
+            found = self.costs.seconds(f"sparse {other}", drafts, step)
+            if found is not None and hopeful and other != budget:
+                return found * min(1.0, budget / other)
+            if found is not None:
+                # From reading `other` tokens to reading them all, a step grows from `step` to `plain`.
+                a_token = max(0.0, plain - step) / max(1.0, self._length - other)
+                return max(0.3 * found, found + a_token * (budget - other))
+        return None
+
+    def _sparse_step(self, budget: int, plain: float) -> float:
         """Seconds of a sparse round without drafts, from one with drafts: what these cost is known from dense rounds."""
-        costs, least = self.costs, 0.05 * plain
+        costs, least, clock = self.costs, 0.05 * plain, self.costs.clocks[f"sparse {budget}"]
         found = []
-        for n in costs.clocks["sparse"].sizes:
+        for n in clock.sizes:
             drafting = (costs.seconds("dense", n, plain) or plain) - plain
-            found.append(max(least, costs.clocks["sparse"].measured(n) - max(0.0, drafting)))
+            found.append(max(least, clock.measured(n) - max(0.0, drafting)))
         return min(found, default=plain)
 
     def _rounds(self, plan: Plan) -> float:
@@ -216,19 +254,16 @@ class AutoPlanner:
         """What the last round showed: one look, or (mode exact) the sparse rounds of a block and its check."""
         plan, costs, habits = self._plan, self.costs, self.habits
         self._now += seconds
-        self._seen_at[plan.mode] = self._now
+        self._seen_at[plan.family] = self._now
         for look in looks:
-            costs.observe(look.kind, plan.exact_block if look.kind == "check" else look.planned, look.seconds)
+            kind = f"sparse {plan.budget}" if look.kind == "sparse" else look.kind
+            costs.observe(kind, plan.exact_block if look.kind == "check" else look.planned, look.seconds)
             if look.kind == "dense":
                 habits.dense.observe(look.accepted, look.planned)
             elif look.kind == "sparse":
                 habits.sparse.observe(look.accepted, look.planned)
             elif look.kind == "check":
-                pairs = list(zip(look.accepted, look.offered, strict=True))
-                checked = sum(kept + (kept < offered) for kept, offered in pairs)
-                fade = math.exp(-checked / max(1, len(pairs)) / MEMORY_TOKENS)
-                habits.kept = habits.kept * fade + sum(look.accepted)
-                habits.checked = habits.checked * fade + checked
+                habits.check(plan.budget, look.accepted, look.offered)
         rounds = sum(look.kind == "sparse" for look in looks)
         if rounds and plan.exact_block:
             factor = rounds * habits.sparse.tokens(plan.num_draft_tokens) / plan.exact_block
@@ -246,9 +281,11 @@ class AutoPlanner:
             "plan": str(self._plan),
             "forecast_tokens_per_s": {text: round(speed, 2) for text, speed in best.values()},
             "acceptance_by_position": [round(rate, 3) for rate in habits.dense.rates(self._drafts[-1])] if known else [],
-            "check_agreement": round(habits.kept / habits.checked, 4) if clocks["check"].sizes else None,
+            "check_agreement": {str(budget): round(habits.agreement(budget), 4) for budget in sorted(habits.checks)},
             "round_ms": {
-                kind: {str(size): round(1e3 * clock.measured(size), 3) for size in clock.sizes} for kind, clock in clocks.items()
+                kind: {str(size): round(1e3 * clock.measured(size), 3) for size in clock.sizes}
+                for kind, clock in clocks.items()
+                if clock.sizes
             },
         }
 

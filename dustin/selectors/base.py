@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dustin.config import EngineOptions
 from dustin.interfaces import Array, Backend, SelectionContext, SelectionCost, Tap, TokenSet
 from dustin.scoring import ReadBytes, Scoring
@@ -26,6 +28,10 @@ class BaseSelector:
     def select(self, context: SelectionContext) -> TokenSet | None:
         """The set of this round, or None for dense attention."""
         raise NotImplementedError
+
+    def resize(self, budget: int) -> None:
+        """Sets have up to `budget` tokens from now on."""
+        self._options = replace(self._options, budget=budget)
 
     def restart(self, rows: set[int]) -> None:
         """These rows hold new sequences from now on: what is remembered of them is forgotten."""

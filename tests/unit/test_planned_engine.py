@@ -14,7 +14,9 @@ from tests.unit.test_slots import opened, serve
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, VOCAB, n)) for i, n in enumerate((61, 23, 47))]
 OPTIONS = EngineOptions(mode="auto", budget=12, num_sink_tokens=2, num_recent_tokens=4, num_draft_tokens=5, exact_block=16)
-PLANS = (Plan("ar"), Plan("dense", 1), Plan("dense", 5), Plan("exact", 0, 8), Plan("exact", 3, 16), Plan("exact", 5, 8))
+PLANS = (
+    Plan("ar"), Plan("dense", 1), Plan("dense", 5), Plan("exact", 0, 8, 12), Plan("exact", 3, 16, 24), Plan("exact", 5, 8, 9),
+)  # fmt: skip
 
 
 class RandomPlanner(AutoPlanner):

@@ -27,12 +27,14 @@ class Machine:
     plain: float = 0.02
     noise: float = 0.03
     warm_up: float = 20.0
+    by_budget: float = 0.1
 
     def dense_round(self, drafts: int) -> float:
         return self.plain * (1 + (self.draft + self.row) * drafts)
 
-    def sparse_round(self, drafts: int) -> float:
-        return self.plain * (self.sparse + (self.draft + self.row) * drafts)
+    def sparse_round(self, drafts: int, budget: int) -> float:
+        step = self.sparse * (1 - self.by_budget + self.by_budget * budget / BUDGET)
+        return self.plain * (step + (self.draft + self.row) * drafts)
 
     def check(self, tokens: int) -> float:
         return self.plain * (1 + self.row * tokens)
@@ -44,6 +46,11 @@ class Text:
 
     alpha: float
     beta: float
+    small: float = 1.3
+
+    def agreement(self, budget: int) -> float:
+        """A set of half the size errs `small` times as often."""
+        return self.beta if budget == BUDGET else 1 - self.small * (1 - self.beta)
 
 
 def expected_rate(plan: Plan, machine: Machine, text: Text, rng: np.random.Generator) -> float:
@@ -54,8 +61,8 @@ def expected_rate(plan: Plan, machine: Machine, text: Text, rng: np.random.Gener
     if plan.mode == "dense":
         return sum(text.alpha**i for i in range(n + 1)) / machine.dense_round(n)
     rounds = float(np.mean([sparse_rounds(text.alpha, n, plan.exact_block, rng) for _ in range(40)]))
-    tokens = sum(text.beta**i for i in range(plan.exact_block + 1))
-    return tokens / (rounds * machine.sparse_round(n) + machine.check(plan.exact_block))
+    tokens = sum(text.agreement(plan.budget) ** i for i in range(plan.exact_block + 1))
+    return tokens / (rounds * machine.sparse_round(n, plan.budget) + machine.check(plan.exact_block))
 
 
 def sparse_rounds(alpha: float, drafts: int, block: int, rng: np.random.Generator) -> int:
@@ -94,8 +101,8 @@ def play(
         accepted = [kept(text.alpha, n, rng) for _ in going]
         for b, a in zip(going, accepted, strict=True):
             have[b] = min(plan.exact_block, have[b] + a + 1)
-        looks.append(Look("sparse", n, accepted, clock("sparse", n, machine.sparse_round(n))))
-    survived = [kept(text.beta, plan.exact_block, rng) for _ in range(rows)]
+        looks.append(Look("sparse", n, accepted, clock(f"sparse {plan.budget}", n, machine.sparse_round(n, plan.budget))))
+    survived = [kept(text.agreement(plan.budget), plan.exact_block, rng) for _ in range(rows)]
     looks.append(
         Look("check", n, survived, clock("check", plan.exact_block, machine.check(plan.exact_block)), [plan.exact_block] * rows)
     )
@@ -125,7 +132,9 @@ TEXTS = [Text(a, b) for a, b in itertools.product((0.2, 0.6, 0.9), (0.85, 0.98))
 
 
 def candidates(drafter: str = "draft") -> list[Plan]:
-    return AutoPlanner(SPEC, drafter, BUDGET)._plans([32_000])
+    planner = AutoPlanner(SPEC, drafter, BUDGET)
+    planner.habits.checks[BUDGET] = 1e3, 1e3
+    return planner._plans([32_000])
 
 
 def fastest(machine: Machine, text: Text) -> tuple[Plan, float, dict[Plan, float]]:
@@ -248,3 +257,24 @@ def test_where_a_first_round_is_dear_a_short_run_tries_few_plans() -> None:
         usual = max(made[warm_up], key=lambda plan, run=run: sum(n for p, n, _ in run if p == plan))
         assert rates[usual] > 0.85 * speed
     assert len(made[300.0]) <= 4 and len(made[300.0]) <= len(made[1.0])
+
+
+@pytest.mark.parametrize(("by_budget", "small", "best"), [(0.9, 1.02, BUDGET // 2), (0.05, 2.5, BUDGET)])
+def test_the_budget_is_chosen_by_what_it_costs_and_what_it_loses(by_budget: float, small: float, best: int) -> None:
+    machine, text = Machine(draft=0.02, row=0.01, sparse=0.3, by_budget=by_budget, warm_up=2.0), Text(0.6, 0.97, small)
+    _, speed, rates = fastest(machine, text)
+    run = list(drive(AutoPlanner(SPEC, "draft", BUDGET), machine, lambda _: text, 2500, seed=4))
+    late = run[len(run) // 2 :]
+    spent = {plan: sum(n for p, n, _ in late if p == plan) / rates[plan] for plan in {p for p, _, _ in late}}
+    chosen = max(spent, key=lambda plan: spent[plan])
+    assert chosen.mode == "exact" and chosen.budget == best
+    assert rates[chosen] > 0.95 * speed
+
+
+def test_no_budget_below_what_the_protected_tokens_need() -> None:
+    for budget, tried in ((200, {0, 200}), (300, {0, 300, 150})):
+        planner = AutoPlanner(SPEC, "draft", budget, least=144)
+        assert {plan.budget for plan in planner._plans([5000])} == {0, budget}
+        for _ in range(20):
+            planner.habits.check(budget, [16], [16])
+        assert {plan.budget for plan in planner._plans([5000])} == tried
