@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
@@ -111,7 +112,7 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON. Raise UsageError rather than replace a file that holds something else."""
-        if path.exists():
+        if os.path.exists(path):  # unlike Path.exists it is False for a name that cannot be
             _read(path)
         content = {
             "format": FORMAT,

@@ -36,7 +36,7 @@ def take_up(session: Any, path: Path | None) -> str | None:
         return None
     if world_size() > 1:
         raise UsageError("--prompt-cache-file has no use with several ranks, whose KV cache is spread over them: drop one of them")
-    if not path.exists():
+    if not os.path.exists(path):
         session.prefix_cache = True
         if not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}: its folder does not exist")
