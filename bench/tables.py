@@ -145,7 +145,15 @@ def mlx_cuda() -> str:
         f"{first['what']}. {first['card']}, MLX {first['mlx']}, random weights and caches, {first['dtype']}; "
         f"`{first['command']}` at {first['commit']}."
     )
-    return markdown(header, lines) + "\n\n" + note
+    same = next(
+        row for row in rows.read(rows.RESULTS / "attention.jsonl")
+        if row["shape"].startswith(first["shape"]) and (row["context"], row["batch"], row["budget"]) == (first["context"], 4, 512)
+    )  # fmt: skip
+    beside = (
+        "The Triton kernels at the first row's shape (`attention.jsonl`, batch 4, budget 512): "
+        f"{same['our_dense_us_per_layer']:.0f} us a layer dense, {same['sparse_attention_us_per_layer']:.1f} us sparse."
+    )
+    return "\n\n".join([markdown(header, lines), note, beside])
 
 
 TABLES: dict[str, Callable[[], str]] = {
