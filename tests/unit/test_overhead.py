@@ -65,9 +65,8 @@ def microseconds_a_round(rounds: int) -> float:
     target: Any = NullModel()
     stats = Stats()
     drafter = ModelDrafter(backend, target, draft_tap(SPEC), options, stats)
-    engine = Engine(
-        backend, target, drafter, create_selector(options, heuristic(SPEC, SPEC)), SpeculativeAcceptance(), target_tap(SPEC), options, stats
-    )
+    selector = create_selector(options, heuristic(SPEC, SPEC))
+    engine = Engine(backend, target, drafter, selector, SpeculativeAcceptance(), target_tap(SPEC), options, stats)
     row = Sequence(0, [1] * 4096, RequestOptions(max_tokens=1 << 20), 1 << 20, frozenset(), None)
     engine.start([row], target.new_cache(1, 0))
     best = float("inf")
