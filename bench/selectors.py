@@ -47,6 +47,10 @@ def main(**opts: Any) -> None:
     if unknown:
         raise click.UsageError(f"--select {unknown[0]!r}: expected some of {', '.join(SELECTORS)}")
     session = load(opts["model"], opts["draft_model"] or None, device=opts["device"], dtype=opts["dtype"])
+    names = opts["select"].split(",")
+    if session.draft is None and (left_out := {"dustin", "lookahead", "specattn"} & set(names)):
+        click.echo(f"without a draft model there is no lookahead: {', '.join(sorted(left_out))} left out", err=True)
+        names = [name for name in names if name not in left_out]
     profiles = fidelity._profiles(session, opts)
     bench = fidelity.Bench(session, opts, profiles)
     documents = make(session.tokenizer, [opts["context"]], opts["documents"], opts["tokens"] + 8, opts["seed"])
@@ -54,7 +58,7 @@ def main(**opts: Any) -> None:
     pair = Pair(session, documents, opts["context"], opts["tokens"] + 128, 512, 0)
     replay, _ = chat_replay(pair, opts["context"], opts["tokens"], opts["gamma"])
     heads = "profile" if profiles else "heuristic"
-    cells = [Cell(name, heads, opts["budget"]) for name in opts["select"].split(",")]
+    cells = [Cell(name, heads, opts["budget"]) for name in names]
     bench.replays(replay, opts["context"], "chat", cells, float("inf"))
     made = rows.read(Path(opts["out"]))
     lines = [[row["selector"], *(f"{row[name]:.4g}" for name in SHOWN)] for row in made]
