@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from dustin.config import EngineOptions
 from dustin.interfaces import Array, Backend, Drafts, GreedyChain, KVCache, Model, RoundState, Tap
@@ -35,13 +37,26 @@ class Confidence:
         self._backend = backend
         self._least, self._kept = options.min_draft_confidence, options.route_confidence > 0
         self._may_stop = state.may_stop
+        warp = state.warp
+        self._context, self._soft = state.context, None
+        if not warp.greedy or warp.penalised:
+            # The one-hot law of a greedy row is sure of everything: its confidence is that of the softmax, as in a greedy batch.
+            fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+            cold: dict[str, Any] = {
+                name: tuple(neutral if t == 0 else own for t, own in zip(warp.temperature, getattr(warp, name), strict=True))
+                for name, neutral in fields.items()
+            }
+            self._soft = replace(warp, **cold) if 0 in warp.temperature else None
         self._parts: list[Array] = []
         self._product = [1.0] * len(state.active)
 
-    def stops(self, logits: Array, distribution: Array | None, step: int) -> bool:
-        """Account for the draft of `step`; True when no row wants it, nor any after it."""
+    def stops(self, logits: Array, distribution: Array | None, step: int, drafted: list[Array]) -> bool:
+        """Account for the draft of `step`, which follows `drafted`; True when no row wants it, nor any after it."""
         if not self._least and not self._kept:
             return False
+        if self._soft is not None:
+            inflight = self._backend.concat_tokens(drafted) if drafted else None
+            distribution = self._backend.probabilities(logits, self._soft, self._context, inflight)
         sureness = self._backend.confidence(logits, distribution)
         seen = self._backend.peek(sureness) if self._least else None
         if seen is not None:
@@ -170,7 +185,7 @@ class ModelDrafter(NoDrafter):
                 known = zip(self.dense_rows, before, cache.lengths, strict=True)
                 self.dense_rows = [now if dense == then else dense for dense, then, now in known]
             token, distribution = next_token(backend, out.logits, state, step, drafted)
-            if doubt.stops(out.logits, distribution, step):
+            if doubt.stops(out.logits, distribution, step, drafted):
                 break
             drafted.append(token)
             queries.append(out.queries)
@@ -243,7 +258,7 @@ class SelfDrafter(NoDrafter):
             self._count_read(counts, cache, chosen is not None)
             out = self._target.forward(fed, counts, cache, token_set=token_set, logits="all")
             fed, distribution = next_token(backend, out.logits, state, step, drafted)
-            if doubt.stops(out.logits, distribution, step):
+            if doubt.stops(out.logits, distribution, step, drafted):
                 break
             drafted.append(fed)
             if distribution is not None:

@@ -189,3 +189,22 @@ def test_without_host_values_the_acceptance_of_late_decides(monkeypatch: pytest.
 
 def test_a_server_may_start_with_relaxed_acceptance_before_any_request() -> None:
     assert session(relaxed_weight=0.5).resolve().relaxed_weight == 0.5
+
+
+@pytest.mark.parametrize("route", [0.4, 1.0])
+def test_a_greedy_row_is_routed_as_when_alone(route: float) -> None:
+    """Beside a row that samples, or with a penalty, the law of a greedy row is one-hot: that is no confidence."""
+    options = EngineOptions(route_confidence=route, **WHOLE)  # type: ignore[arg-type]
+    requests = [RequestOptions(max_tokens=24), RequestOptions(max_tokens=24, sampling=SamplingOptions(temperature=1.0, seed=2))]
+
+    def generated(rows: list[int]) -> list[list[int]]:
+        engine = make_engine(options, "draft")
+        engine.rule = RelaxedAcceptance(0.0, route)
+        return [row.generated for row in run(engine, [PROMPTS[row] for row in rows], [requests[row] for row in rows])[0]]
+
+    assert generated([0, 1]) == generated([0]) + generated([1])
+    penalty = SamplingOptions(repetition_penalty=1.0 + 1e-9)
+    requests.append(RequestOptions(max_tokens=24, sampling=penalty))
+    engine = make_engine(options, "draft")
+    engine.rule = RelaxedAcceptance(0.0, route)
+    assert [row.generated for row in run(engine, [PROMPTS[0]], requests[2:])[0]] == generated([0])
