@@ -292,7 +292,8 @@ class Engine:
                 row.stats.count_round(drafts.num_drafts[row.row], accepted)
                 row.note_drafts(drafts.num_drafts[row.row], accepted)
             if row.committed > row.prompt_length:  # The first token belongs to the prefill.
-                self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed + i for i in range(accepted + 1)))
+                # The pending token's own row is not yet in the cache, here as in _count_verification.
+                self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed - 1 + i for i in range(accepted + 1)))
             logprobs = _trimmed(host.logprobs[row.row], row.request.top_logprobs) if host.logprobs else None
             committed = row.commit(host.tokens[row.row][: accepted + 1], accepted, logprobs)
             self.stats.generated_tokens += len(committed)

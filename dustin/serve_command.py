@@ -68,7 +68,8 @@ def serve(ctx: click.Context, **values: Any) -> int:
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"dustin serve needs {', '.join(missing)}: pip install 'dustin-llm[serve]'")
+        how = "in the checkout pip install -c constraints.txt '.[serve]', or ./run.sh serve"
+        raise UsageError(f"dustin serve needs {', '.join(missing)}: {how}")
     options = ServerOptions(**{name: values[name] for name in SERVER})
     defaults = SamplingOptions(**{name: values[name] for name in SAMPLING})
     engine = build_engine_options(values)
