@@ -31,7 +31,7 @@ def serve() -> str:
     extra = f" {first['note']}" if first["note"] else ""
     note = (
         f"{first['requests']} chats of about {first['context']} prompt tokens and up to {first['max_tokens']} new ones, greedy, "
-        f"{first['model']}, {first['dtype']}, {first['processor']}, {first['threads']} threads; `{first['command']}` at "
+        f"{first['model']}, {first['dtype']}, {first['processor']}, {first['threads']} threads; `{first['command'].split(' --note')[0]}` at "
         f"{first['commit']}.{extra}"
     )
     return markdown(header, lines) + "\n\n" + note
@@ -45,6 +45,7 @@ def slots() -> str:
             f"`{row['mode']}`, {'all at once' if row['at_once'] > 1 else 'one by one'}",
             f"{row['tokens_per_s']:.0f}",
             f"{row['ratio']:.2f}x",
+            f"{row['cpu_ratio']:.2f}x",
             f"{row['ratio_to_first_mode']:.2f}x",
             f"{row['acceptance_length']:.2f}",
             f"{row['ttft_ms_median']:.0f} ms",
@@ -52,11 +53,19 @@ def slots() -> str:
         for row in made
     ]
     first = made[0]
-    header = ["mode", "tok/s", "against one by one", f"against `{first['mode']}`", "a round", "first token, median"]
+    header = [
+        "mode",
+        "tok/s",
+        "against one by one",
+        "the same by CPU time",
+        f"against `{first['mode']}`",
+        "a round",
+        "first token, median",
+    ]
     draft = f" with {first['draft']} as draft" if first["draft"] else ""
     note = (
         f"{first['at_once']} requests of about {first['context']} prompt tokens and {first['max_tokens']} new ones over "
         f"{first['slots']} slots, {first['model']}{draft}, {first['dtype']}, {first['device']}; prompts are read within the time; "
-        f"`{first['command']}` at {first['commit']}."
+        f"`{first['command'].split(' --note')[0]}` at {first['commit']}. {first['note']}".rstrip()
     )
     return markdown(header, lines) + "\n\n" + note

@@ -138,7 +138,8 @@ def main(**opts: Any) -> None:
                 "cpu_ratio": round(made[1]["cpu_ms_per_token"] / found["cpu_ms_per_token"], 3),
                 "ratio_to_first_mode": round(found["tokens_per_s"] / first["tokens_per_s"], 3),
                 "equal_leading_share_to_first_mode": round(leading_share(found["texts"], first["texts"]), 3),
-                "kv_read_share": round(scheduler.stats.kv_read_share, 3), "command": rows.command(), "commit": rows.commit(), "note": opts["note"],
+                "kv_read_share": round(scheduler.stats.kv_read_share, 3), "command": rows.command(), "commit": rows.commit(),
+                "note": opts["note"],
             }  # fmt: skip
             del row["texts"]
             rows.write(OUT, [row], append=True)

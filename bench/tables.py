@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bench import decode_tables, exact_table, fidelity_tables, rows
+from bench import decode_tables, exact_table, fidelity_tables, rows, serve_tables
 from bench.decode_tables import markdown
 
 PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
@@ -157,6 +157,8 @@ def mlx_cuda() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "serve": serve_tables.serve,
+    "slots": serve_tables.slots,
     "mlx_cuda": mlx_cuda,
     "summary": summary,
     "cpu": cpu,
