@@ -31,7 +31,8 @@ def serve() -> str:
     extra = f" {first['note']}" if first["note"] else ""
     note = (
         f"{first['requests']} chats of about {first['context']} prompt tokens and up to {first['max_tokens']} new ones, greedy, "
-        f"{first['model']}, {first['dtype']}, {first['processor']}, {first['threads']} threads; `{first['command'].split(' --note')[0]}` at "
+        f"{first['model']}, {first['dtype']}, {first['processor']}, {first['threads']} threads; "
+        f"`{first['command'].split(' --note')[0]}` at "
         f"{first['commit']}.{extra}"
     )
     return markdown(header, lines) + "\n\n" + note
