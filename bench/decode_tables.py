@@ -44,6 +44,22 @@ def decode() -> str:
     return markdown(["mode", "scoring heads", "acceptance", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
 
 
+def parts() -> str:
+    """Where a round's time goes, in milliseconds."""
+    names = ("round", "draft", "score", "select", "verify_attention", "verify_gemms", "accept", "host")
+    lines = [
+        [f"{row['mode']}, {row['num_draft_tokens']} drafts, batch {row['batch']}", *(_ms(row.get(f"{name}_us")) for name in names)]
+        for row in whole_rounds()
+        if "round_us" in row and row.get("relative_rms") is not None
+    ]
+    note = "Milliseconds; each part captured and timed alone, host is what the whole round takes beyond its graph."
+    return markdown(["", *(name.replace("_", " ") for name in names)], lines) + "\n\n" + note
+
+
+def _ms(microseconds: float | None) -> str:
+    return "" if microseconds is None else f"{microseconds / 1e3:.2f}"
+
+
 def regimes() -> str:
     """The best of every mode by context and batch; the fastest in bold."""
     made = [row for row in rows.read(FILE) if row.get("regime")]

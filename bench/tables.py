@@ -164,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu,
     "pair": pair,
     "decode": decode_tables.decode,
+    "decode_parts": decode_tables.parts,
     "attention": attention,
     "exact": exact_table.exact,
     "fidelity": fidelity_tables.fidelity,
