@@ -17,9 +17,9 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def whole_rounds() -> list[dict[str, Any]]:
-    """Rows of rounds that ran whole at 32k, random weights."""
+    """Rows of rounds that ran whole at 32k on one card, random weights."""
     made = [row for row in rows.read(FILE) if row.get("ratio") is not None and row["weights"] == "random"]
-    return [row for row in made if row["context"] == LONG and not row.get("regime")]
+    return [row for row in made if row["context"] == LONG and not row.get("regime") and not row.get("tensor_parallel")]
 
 
 def decode() -> str:
@@ -54,6 +54,29 @@ def parts() -> str:
     ]
     note = "Milliseconds; each part captured and timed alone, host is what the whole round takes beyond its graph."
     return markdown(["", *(name.replace("_", " ") for name in names)], lines) + "\n\n" + note
+
+
+def several_cards() -> str:
+    """Rounds of a target split over cards, beside one card where the same cell was measured there."""
+    made = [row for row in rows.read(FILE) if row.get("tensor_parallel")]
+    same = [row for row in whole_rounds() if row["commit"] == made[0]["commit"]]
+    alone = {(row["batch"], row["mode"], row.get("num_draft_tokens")): row for row in same}
+    lines = []
+    for row in made:
+        one = alone.get((row["batch"], row["mode"], row.get("num_draft_tokens"))) if "7B" in row["model"] else None
+        scaling = f"{row['tokens_per_second'] / one['tokens_per_second']:.2f}x" if one else ""
+        share = f"{100 * row['collectives_share']:.0f} %" if "collectives_share" in row else ""
+        drafts = f", {row['num_draft_tokens']} drafts" if row.get("num_draft_tokens") else ""
+        cells = [row["model"].partition(" ")[0], str(row["batch"]), row["mode"] + drafts, f"{row['tokens_per_second']:.0f}"]
+        lines.append([*cells, f"{row['ratio']:.2f}x", scaling, share])
+    first = made[0]
+    note = (
+        f"{first['card']}, random weights, {first['dtype']}, context {first['context']}, budget 512, scoring {first['scoring']}; "
+        "acceptance replayed (geometric, 0.80 a draft); commands in the rows, the first is "
+        f"`{first['command']}` at {first['commit']}."
+    )
+    header = ["target", "batch", "mode", "tok/s", "ratio to ar on these cards", "against one card", "collectives, share of a round"]
+    return markdown(header, lines) + "\n\n" + note
 
 
 def _ms(microseconds: float | None) -> str:

@@ -165,6 +165,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pair": pair,
     "decode": decode_tables.decode,
     "decode_parts": decode_tables.parts,
+    "several_cards": decode_tables.several_cards,
     "attention": attention,
     "exact": exact_table.exact,
     "fidelity": fidelity_tables.fidelity,
