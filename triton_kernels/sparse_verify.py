@@ -171,7 +171,7 @@ def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConf
     block_m = min(power_of_two(rows, 16), 64 if head_dim > 128 else 128)
     if block_m > 64 or head_dim > 128:
         return AttentionConfig(block_m, 32, 8 if block_m > 64 else 4, 5, fused_splits=2, max_splits=16, ahead=False)
-    return AttentionConfig(block_m, 64, 4, 3, waves=1.0, fused_splits=2, max_splits=16, trigger=3, prefetch_bytes=6 << 20)
+    return AttentionConfig(block_m, 64, 4, 3, waves=1.0, fused_splits=2, max_splits=16, trigger=3)
 
 
 def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:
