@@ -7,7 +7,6 @@ over ranks: each scores with its own, and the scores are summed. A draft lives o
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,19 @@ from typing import Any
 import mlx.core as mx
 
 from dustin.backends.common.config import ModelConfig
+from dustin.backends.common.mirror import (
+    Mailbox,
+    Mirrored,
+    Problem,
+    RankCache,
+    check_same,
+    collect,
+    forward_order,
+    next_number,
+    own_heads,
+    raise_first,
+    set_of_order,
+)
 from dustin.backends.mlx_metal import backend as single
 from dustin.backends.mlx_metal import loading
 from dustin.backends.mlx_metal.backend import MlxBackend
@@ -32,7 +44,7 @@ def create(device: str = "auto") -> MlxBackend:
         raise SystemExit(0)
     ranks.order("open", {"device": device, "first": []})
     made, problem = _attempt(lambda: single.create(device))
-    _raise_first(ranks.agree(problem))
+    raise_first(ranks.agree(problem))
     return ParallelMlxBackend(ranks, made)
 
 
@@ -46,61 +58,17 @@ def follow() -> None:
     leave()
 
 
-_numbers = iter(range(1, 1 << 62))
-
-
-class ParallelMlxCache:
-    """KVCache of interfaces.py on rank 0; changes of length travel with the next order."""
-
-    def __init__(self, mailbox: list[tuple[Any, ...]], number: int, local: Any, size: int) -> None:
-        self._mailbox, self.number, self.local, self._size = mailbox, number, local, size
-        self.capacity = local.capacity
-        self.num_bytes = local.num_bytes * size
-        weakref.finalize(self, mailbox.append, ("free", number))
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Rows of each sequence."""
-        return self.local.lengths
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return self.local.batch
-
-    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
-        before = self.local.lengths
-        dropped = self.local.rollback(lengths)
-        if before != self.local.lengths:
-            self._mailbox.append(("rollback", self.number, self.local.lengths))
-        return dropped
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Sequence `target` becomes the first `length` rows of `source`, on every rank."""
-        self.local.copy_row(source, target, length)
-        self._mailbox.append(("copy_row", self.number, source, target, length))
-
-    def take(self, rows: Sequence[int], capacity: int | None = None) -> ParallelMlxCache:
-        """A new cache with copies of the given sequences, on every rank."""
-        local, number = self.local.take(rows, capacity), next(_numbers)
-        self._mailbox.append(("take", self.number, number, tuple(rows), capacity))
-        return ParallelMlxCache(self._mailbox, number, local, self._size)
-
-
 class ParallelMlxModel:
     """Model of interfaces.py on rank 0: each call is told to the other ranks, then made on the own shard."""
 
-    def __init__(self, ranks: Ranks, mailbox: list[tuple[Any, ...]], number: int, local: MlxModel, spec: ModelSpec) -> None:
+    def __init__(self, ranks: Ranks, mailbox: Mailbox, number: int, local: MlxModel, spec: ModelSpec) -> None:
         self.ranks, self.number, self.local, self.spec = ranks, number, local, spec
         self.scale = local.scale
         self._mailbox = mailbox
 
     def order(self, what: str, values: dict[str, Any], arrays: Sequence[mx.array] = ()) -> None:
         """Tell the other ranks, and what has waited before it."""
-        waiting = list(self._mailbox)
-        # A cache that is freed in between adds to the list, which must not be lost.
-        del self._mailbox[: len(waiting)]
+        waiting = collect(self._mailbox)
         self.ranks.order(what, values | {"model": self.number, "first": waiting}, arrays)
 
     def limit_vocabulary(self, size: int) -> None:
@@ -108,36 +76,27 @@ class ParallelMlxModel:
         self.local.limit_vocabulary(size)
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
 
-    def new_cache(self, batch: int, capacity: int) -> ParallelMlxCache:
+    def new_cache(self, batch: int, capacity: int) -> RankCache:
         """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
-        number = next(_numbers)
+        number = next_number()
         self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
         local, problem = _attempt(lambda: self.local.new_cache(batch, capacity))
-        _raise_first(self.ranks.agree(problem))
-        return ParallelMlxCache(self._mailbox, number, local, self.ranks.size)
+        raise_first(self.ranks.agree(problem))
+        return RankCache(self._mailbox, number, local, self.ranks.size)
 
     def forward(
         self,
         tokens: mx.array,
         num_tokens: Sequence[int],
-        cache: ParallelMlxCache,
+        cache: RankCache,
         *,
         token_set: TokenSet | None = None,
         tap: Tap | None = None,
         logits: str = "all",
     ) -> ForwardResult:
         """See Model.forward."""
-        layers = [] if token_set is None else sorted(token_set.by_layer)
-        sets = [] if token_set is None else [token_set, *(token_set.by_layer[i] for i in layers)]
-        values = {
-            "cache": cache.number,
-            "num_tokens": tuple(int(n) for n in num_tokens),
-            "dense_layers": None if token_set is None else tuple(token_set.dense_layers),
-            "layers": layers,
-            "tap": tap,
-            "logits": logits,
-        }
-        self.order("forward", values, [tokens, *(x for part in sets for x in (part.indices, part.counts))])
+        values, members = forward_order(cache, num_tokens, token_set, tap, logits)
+        self.order("forward", values, [tokens, *members])
         return _forward(self.ranks, self.spec, self.local, cache.local, tokens, token_set, values)
 
 
@@ -147,13 +106,13 @@ class ParallelMlxBackend(MlxBackend):
     def __init__(self, ranks: Ranks, made: MlxBackend) -> None:
         super().__init__(made.device, made.gate)
         self.ranks = ranks
-        self._mailbox: list[tuple[Any, ...]] = []
+        self._mailbox: Mailbox = []
 
     def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> Any:
         """A target split over the ranks, or (role "draft") a whole model on rank 0. Raise ModelError, UsageError."""
         if role == "draft":
             return super().load(source, dtype=dtype)
-        number = next(_numbers)
+        number = next_number()
         self.ranks.order("load", {"model": number, "source": str(source), "dtype": dtype, "first": []})
         local, spec = _load(self.ranks, self, Path(source), dtype)
         return ParallelMlxModel(self.ranks, self._mailbox, number, local, spec)
@@ -181,7 +140,7 @@ class ParallelMlxBackend(MlxBackend):
         return self._partial("page_scores", super().page_scores, queries, tap, model, cache, lengths, (page_size,), None)
 
     def _partial(
-        self, what: str, score: Any, queries: Mapping[int, mx.array], tap: Tap, model: ParallelMlxModel, cache: ParallelMlxCache,
+        self, what: str, score: Any, queries: Mapping[int, mx.array], tap: Tap, model: ParallelMlxModel, cache: RankCache,
         lengths: Sequence[int], more: tuple[int, ...], within: TokenSet | None,
     ) -> mx.array:  # fmt: skip
         """Every rank's part of a score, summed."""
@@ -224,22 +183,10 @@ def _load(ranks: Ranks, backend: MlxBackend, source: Path, dtype: str) -> tuple[
         return MlxModel(inner, shapes, name, backend.gate), whole
 
     found, problem = _attempt(read)
-    _raise_first(ranks.agree(problem))
+    raise_first(ranks.agree(problem))
     local, spec = found
-    answers = ranks.agree((spec.fingerprint, spec.dtype, str(source)))
-    for rank, answer in enumerate(answers):
-        if answer[:2] != answers[0][:2]:
-            raise ModelError(
-                f"rank {rank} loaded another model than rank 0: {answer[2]} ({answer[1]}), expected {answers[0][2]} "
-                f"({answers[0][1]}): give every rank the same model"
-            )
+    check_same(ranks.agree((spec.fingerprint, spec.dtype, str(source))), "model")
     return local, spec
-
-
-def _own_heads(heads: Mapping[int, tuple[int, ...]], rank: int, share: int) -> dict[int, tuple[int, ...]]:
-    """Of the tapped heads those of `rank`, by its own numbers."""
-    mine = {layer: tuple(head - rank * share for head in some if head // share == rank) for layer, some in heads.items()}
-    return {layer: some for layer, some in mine.items() if some}
 
 
 def _forward(
@@ -248,7 +195,7 @@ def _forward(
     """One rank's part of a forward; all ranks get the logits, and the queries of all tapped heads."""
     tap: Tap | None = values["tap"]
     share = spec.num_heads // ranks.size
-    own = None if tap is None else Tap(_own_heads(tap.heads, ranks.rank, share), tap.last_row_only)
+    own = None if tap is None else Tap(own_heads(tap.heads, ranks.rank, share), tap.last_row_only)
     out = local.forward(tokens, values["num_tokens"], cache, token_set=token_set, tap=own, logits=values["logits"])
     mx.eval([x for x in (out.logits, *out.queries.values()) if x is not None])
     if tap is None or not tap.heads:
@@ -281,7 +228,7 @@ def _score(
     """
     heads: Mapping[int, tuple[int, ...]] = values["heads"]
     share, lengths = spec.num_heads // ranks.size, values["lengths"]
-    own = _own_heads(heads, ranks.rank, share)
+    own = own_heads(heads, ranks.rank, share)
     total = sum(q.shape[1] * q.shape[2] for q in queries.values())
     mass = mx.zeros((len(lengths), max(lengths)), mx.float32)
     if own:
@@ -310,28 +257,17 @@ class _Follower:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._backend: MlxBackend | None = None
-        self._models: dict[int, tuple[MlxModel, ModelSpec]] = {}
-        self._caches: dict[int, Any] = {}
+        self._held = Mirrored()
 
     def run(self) -> None:
         """Follow to the end."""
         while True:
             what, values, arrays = self._ranks.next_order()
             for step in values["first"]:
-                self._change(*step)
+                self._held.change(*step)
             if what == "end":
                 return
             self._do(what, values, arrays)
-
-    def _change(self, what: str, number: int, *rest: Any) -> None:
-        if what == "rollback":
-            self._caches[number].rollback(rest[0])
-        elif what == "copy_row":
-            self._caches[number].copy_row(*rest)
-        elif what == "take":
-            self._caches[rest[0]] = self._caches[number].take(rest[1], rest[2])
-        else:
-            self._caches.pop(number, None)
 
     def _do(self, what: str, values: dict[str, Any], arrays: list[mx.array]) -> None:
         if what == "open":
@@ -342,36 +278,24 @@ class _Follower:
             raise RuntimeError("no backend was opened")
         if what == "load":
             try:
-                self._models[values["model"]] = _load(self._ranks, self._backend, Path(values["source"]), values["dtype"])
+                self._held.models[values["model"]] = _load(self._ranks, self._backend, Path(values["source"]), values["dtype"])
             except DustinError:
                 # Rank 0 raises the same and decides how to go on.
                 return
             return
-        local, spec = self._models[values["model"]]
+        local, spec = self._held.models[values["model"]]
         if what == "new_cache":
             cache, problem = _attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
             if not any(self._ranks.agree(problem)):
-                self._caches[values["cache"]] = cache
+                self._held.caches[values["cache"]] = cache
         elif what == "forward":
-            cache = self._caches[values["cache"]]
-            _forward(self._ranks, spec, local, cache, arrays[0], _set_from(values, arrays[1:]), values)
+            cache = self._held.caches[values["cache"]]
+            _forward(self._ranks, spec, local, cache, arrays[0], set_of_order(values, arrays[1:]), values)
         elif what in ("score", "page_scores"):
             layers, score = sorted(values["heads"]), getattr(self._backend, what)
             within = TokenSet(arrays[-2], arrays[-1]) if values["within"] else None
             queries = dict(zip(layers, arrays, strict=False))
-            _score(self._ranks, spec, score, local, self._caches[values["cache"]], queries, values, within)
-
-
-def _set_from(values: dict[str, Any], arrays: list[mx.array]) -> TokenSet | None:
-    """The token set that travelled with a forward."""
-    if values["dense_layers"] is None:
-        return None
-    pairs = [(arrays[i], arrays[i + 1]) for i in range(0, len(arrays), 2)]
-    by_layer = {layer: TokenSet(*pair) for layer, pair in zip(values["layers"], pairs[1:], strict=True)}
-    return TokenSet(*pairs[0], values["dense_layers"], by_layer)
-
-
-Problem = tuple[type[DustinError], str] | None
+            _score(self._ranks, spec, score, local, self._held.caches[values["cache"]], queries, values, within)
 
 
 def _attempt(action: Any) -> tuple[Any, Problem]:
@@ -382,10 +306,3 @@ def _attempt(action: Any) -> tuple[Any, Problem]:
         return None, (type(error), str(error)[:1500])
     except (OSError, ValueError, RuntimeError) as error:
         return None, (ModelError, f"{type(error).__name__}: {error}"[:1500])
-
-
-def _raise_first(problems: Sequence[Problem]) -> None:
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            kind, text = problem
-            raise kind(text if all(p == problem for p in problems) else f"rank {rank}: {text}")

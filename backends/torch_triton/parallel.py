@@ -9,13 +9,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dustin.backends.common.mirror import (
+    Mailbox,
+    Problem,
+    RankCache,
+    check_same,
+    collect,
+    forward_order,
+    next_number,
+    own_heads,
+    raise_first,
+)
 from dustin.backends.torch_triton import loading
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.ranks import Ranks
@@ -28,72 +38,12 @@ from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 Make = Callable[[ModelConfig, Weights, str, Ranks], Any]
-Problem = tuple[type[DustinError], str] | None
-
-
-class ParallelCache:
-    """KVCache of interfaces.py on rank 0: its own shard, and a number by which the other ranks know theirs.
-
-    Changes of length wait and travel with the next order, so that they cost no message of their own.
-    """
-
-    def __init__(self, ranks: Ranks, mailbox: list[tuple[Any, ...]], number: int, local: Any) -> None:
-        self.ranks, self.number, self.local = ranks, number, local
-        self._mailbox = mailbox
-        self.capacity = local.capacity
-        self.num_bytes = local.num_bytes * ranks.size
-        weakref.finalize(self, mailbox.append, ("free", number))
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Rows of each sequence."""
-        return self.local.lengths
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return self.local.batch
-
-    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
-        before = self.local.lengths
-        dropped = self.local.rollback(lengths)
-        if before != self.local.lengths:
-            self._mailbox.append(("rollback", self.number, self.local.lengths))
-        return dropped
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Sequence `target` becomes the first `length` rows of `source`, on every rank."""
-        self.local.copy_row(source, target, length)
-        self._mailbox.append(("copy_row", self.number, source, target, length))
-
-    def take(self, rows: Sequence[int], capacity: int | None = None) -> ParallelCache:
-        """A new cache with copies of the given sequences, on every rank."""
-        local = self.local.take(rows, capacity)
-        number = next_number()
-        self._mailbox.append(("take", self.number, number, tuple(rows), capacity))
-        return ParallelCache(self.ranks, self._mailbox, number, local)
-
-
-_numbers = iter(range(1, 1 << 62))
-
-
-def next_number() -> int:
-    """A number that no model or cache of this run has had."""
-    return next(_numbers)
-
-
-def collect(mailbox: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Take what waits. A cache that is freed in between adds to the list, which must not be lost."""
-    waiting = list(mailbox)
-    del mailbox[: len(waiting)]
-    return waiting
 
 
 class ParallelModel:
     """Model of interfaces.py on rank 0: each call is told to the other ranks, then made on the own shard."""
 
-    def __init__(self, ranks: Ranks, mailbox: list[tuple[Any, ...]], number: int, local: Any, spec: ModelSpec) -> None:
+    def __init__(self, ranks: Ranks, mailbox: Mailbox, number: int, local: Any, spec: ModelSpec) -> None:
         self.ranks, self.number, self.local, self.spec = ranks, number, local, spec
         self.scale = local.scale
         self._mailbox = mailbox
@@ -110,7 +60,7 @@ class ParallelModel:
         self._mailbox.append(("limit", self.number, size))
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
 
-    def new_cache(self, batch: int, capacity: int) -> ParallelCache:
+    def new_cache(self, batch: int, capacity: int) -> RankCache:
         """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
         number = next_number()
         with self.ranks.together():
@@ -118,30 +68,21 @@ class ParallelModel:
             local, problem = attempt(lambda: self.local.new_cache(batch, capacity))
             problems = self.ranks.agree(problem)
         raise_first(problems)
-        return ParallelCache(self.ranks, self._mailbox, number, local)
+        return RankCache(self._mailbox, number, local, self.ranks.size)
 
     def forward(
         self,
         tokens: torch.Tensor,
         num_tokens: Sequence[int],
-        cache: ParallelCache,
+        cache: RankCache,
         *,
         token_set: TokenSet | None = None,
         tap: Tap | None = None,
         logits: str = "all",
     ) -> ForwardResult:
         """See Model.forward."""
-        layers = [] if token_set is None else sorted(token_set.by_layer)
-        sets = [] if token_set is None else [token_set, *(token_set.by_layer[i] for i in layers)]
-        values = {
-            "cache": cache.number,
-            "num_tokens": tuple(num_tokens),
-            "dense_layers": None if token_set is None else tuple(token_set.dense_layers),
-            "layers": layers,
-            "tap": tap,
-            "logits": logits,
-        }
-        self.order("forward", values, [tokens, *(x for part in sets for x in (part.indices, part.counts))])
+        values, members = forward_order(cache, num_tokens, token_set, tap, logits)
+        self.order("forward", values, [tokens, *members])
         with self.ranks.together():
             return forward_part(self.ranks, self.spec, self.local, cache.local, tokens, token_set, values)
 
@@ -152,7 +93,7 @@ def forward_part(
     """One rank's part of a forward; rank 0 gets the logits and the queries of all tapped heads."""
     tap: Tap | None = values["tap"]
     ranks.variant = None if tap is None else (tuple(sorted(tap.heads.items())), tap.last_row_only)
-    own = None if tap is None else Tap(_own_heads(tap.heads, ranks.rank, spec, ranks.size), tap.last_row_only)
+    own = None if tap is None else Tap(own_heads(tap.heads, ranks.rank, spec.num_heads // ranks.size), tap.last_row_only)
     out = local.forward(tokens, values["num_tokens"], cache, token_set=token_set, tap=own, logits=values["logits"])
     if tap is None or not tap.heads:
         return out
@@ -163,13 +104,6 @@ def forward_part(
     return ForwardResult(out.logits, _assemble(ranks, spec, tap, out.queries, tokens, local))
 
 
-def _own_heads(heads: Mapping[int, tuple[int, ...]], rank: int, spec: ModelSpec, size: int) -> dict[int, tuple[int, ...]]:
-    """Of the tapped heads those of `rank`, by its own numbers."""
-    share = spec.num_heads // size
-    mine = {layer: tuple(head - rank * share for head in some if head // share == rank) for layer, some in heads.items()}
-    return {layer: some for layer, some in mine.items() if some}
-
-
 def _assemble(
     ranks: Ranks, spec: ModelSpec, tap: Tap, own: Mapping[int, torch.Tensor], tokens: torch.Tensor, local: Any
 ) -> dict[int, torch.Tensor]:
@@ -178,7 +112,7 @@ def _assemble(
     share = spec.num_heads // ranks.size
     found: dict[int, dict[int, torch.Tensor]] = {layer: {} for layer in tap.heads}
     for rank in range(ranks.size):
-        held = _own_heads(tap.heads, rank, spec, ranks.size)
+        held = own_heads(tap.heads, rank, share)
         if not held:
             continue
         if rank == 0:
@@ -209,7 +143,7 @@ def partial_scores(
     """
     heads: Mapping[int, tuple[int, ...]] = values["heads"]
     share = spec.num_heads // ranks.size
-    own = _own_heads(heads, ranks.rank, spec, ranks.size)
+    own = own_heads(heads, ranks.rank, share)
     mine = {layer: queries[layer][:, :, [i for i, head in enumerate(heads[layer]) if head // share == ranks.rank]] for layer in own}
     lengths = values["lengths"]
     total = sum(q.shape[1] * q.shape[2] for q in queries.values())
@@ -245,13 +179,7 @@ def load_shard(ranks: Ranks, make: Make, source: Path, dtype: str) -> tuple[Any,
     found, problem = attempt(read)
     raise_first(ranks.agree(problem))
     local, config, name, digest = found
-    answers = ranks.agree((digest, str(local.dtype), str(source)))
-    for rank, answer in enumerate(answers):
-        if answer[:2] != answers[0][:2]:
-            raise ModelError(
-                f"rank {rank} loaded another model than rank 0: {answer[2]} ({answer[1]}), expected {answers[0][2]} "
-                f"({answers[0][1]}): give every rank the same model folder"
-            )
+    check_same(ranks.agree((digest, str(local.dtype), str(source))), "model folder")
     held = sum(ranks.agree(local.weights.num_bytes))
     spec = dataclasses.replace(
         local.spec,
@@ -288,10 +216,3 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, Problem]:
         return None, (MemoryLimitError, str(error).split(". ")[0])
     except (OSError, ValueError, RuntimeError) as error:
         return None, (ModelError, f"{type(error).__name__}: {error}")
-
-
-def raise_first(problems: Sequence[Problem]) -> None:
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            kind, text = problem
-            raise kind(text if all(p == problem for p in problems) else f"rank {rank}: {text}")

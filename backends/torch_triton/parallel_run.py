@@ -13,26 +13,15 @@ from typing import Any
 
 import torch
 
+from dustin.backends.common.mirror import Mailbox, Mirrored, Problem, RankCache, collect, next_number, raise_first, set_of_order
 from dustin.backends.torch_triton import loading
 from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.model import TorchModel
-from dustin.backends.torch_triton.parallel import (
-    Make,
-    ParallelCache,
-    ParallelModel,
-    Problem,
-    attempt,
-    collect,
-    forward_part,
-    load_shard,
-    next_number,
-    partial_scores,
-    raise_first,
-)
+from dustin.backends.torch_triton.parallel import Make, ParallelModel, attempt, forward_part, load_shard, partial_scores
 from dustin.backends.torch_triton.ranks import Ranks, join, leave
 from dustin.backends.torch_triton.sharding import Shard
 from dustin.errors import DustinError, RankError, UsageError
-from dustin.interfaces import ModelSpec, Tap, TokenSet
+from dustin.interfaces import Tap, TokenSet
 
 # Triton's own variable: its kernels then run on the CPU, and so can the CUDA models of all ranks.
 INTERPRETED = "TRITON_INTERPRET"
@@ -46,7 +35,7 @@ class Parallel:
 
     def _start(self, ranks: Ranks, make: Make) -> None:
         self.ranks, self.make = ranks, make
-        self.mailbox: list[tuple[Any, ...]] = []
+        self.mailbox: Mailbox = []
 
     def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> Any:
         """A target split over the ranks, or (role "draft") a whole model on rank 0. Raise ModelError, UsageError."""
@@ -89,7 +78,7 @@ class Parallel:
         return self._partial("page_scores", score, queries, tap, model, cache, lengths, max(lengths), (page_size,), None)
 
     def _partial(
-        self, what: str, score: Any, queries: Mapping[int, torch.Tensor], tap: Tap, model: ParallelModel, cache: ParallelCache,
+        self, what: str, score: Any, queries: Mapping[int, torch.Tensor], tap: Tap, model: ParallelModel, cache: RankCache,
         lengths: Sequence[int], columns: int, more: tuple[int, ...], within: TokenSet | None,
     ) -> torch.Tensor:  # fmt: skip
         """Every rank's part of a score, summed."""
@@ -202,31 +191,18 @@ class Follower:
         self._ranks = ranks
         self._backend: Any = None
         self._make: Make = TorchModel
-        self._models: dict[int, tuple[Any, ModelSpec]] = {}
-        self._caches: dict[int, Any] = {}
+        self._held = Mirrored()
 
     def run(self) -> None:
         """Follow to the end. Raise what this rank meets, after leaving word of it."""
         while True:
             what, values, tensors = self._ranks.next_order()
             for step in values["first"]:
-                self._change(*step)
+                self._held.change(*step)
             if what == "end":
                 return
             with torch.inference_mode():
                 self._do(what, values, tensors)
-
-    def _change(self, what: str, number: int, *rest: Any) -> None:
-        if what == "limit":
-            self._models[number][0].limit_vocabulary(rest[0])
-        elif what == "rollback":
-            self._caches[number].rollback(rest[0])
-        elif what == "copy_row":
-            self._caches[number].copy_row(*rest)
-        elif what == "take":
-            self._caches[rest[0]] = self._caches[number].take(rest[1], rest[2])
-        else:
-            self._caches.pop(number, None)
 
     def _do(self, what: str, values: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         if what == "open":
@@ -237,31 +213,22 @@ class Follower:
             return
         if what == "load":
             try:
-                self._models[values["model"]] = load_shard(self._ranks, self._make, Path(values["source"]), values["dtype"])
+                self._held.models[values["model"]] = load_shard(self._ranks, self._make, Path(values["source"]), values["dtype"])
             except DustinError:
                 # Rank 0 raises the same and decides how to go on.
                 return
             return
-        local, spec = self._models[values["model"]]
+        local, spec = self._held.models[values["model"]]
         if what == "new_cache":
             cache, problem = attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
             if not any(self._ranks.agree(problem)):
-                self._caches[values["cache"]] = cache
+                self._held.caches[values["cache"]] = cache
         elif what == "forward":
             forward_part(
-                self._ranks, spec, local, self._caches[values["cache"]], tensors[0], _set_from(values, tensors[1:]), values
+                self._ranks, spec, local, self._held.caches[values["cache"]], tensors[0], set_of_order(values, tensors[1:]), values
             )
         elif what in ("score", "page_scores"):
             layers, score = sorted(values["heads"]), getattr(self._backend, what)
             within = TokenSet(tensors[-2], tensors[-1]) if values["within"] else None
             queries = dict(zip(layers, tensors, strict=False))
-            partial_scores(self._ranks, spec, score, local, self._caches[values["cache"]], queries, values, within)
-
-
-def _set_from(values: dict[str, Any], tensors: list[torch.Tensor]) -> TokenSet | None:
-    """The token set that travelled with a forward."""
-    if values["dense_layers"] is None:
-        return None
-    pairs = [(tensors[i], tensors[i + 1]) for i in range(0, len(tensors), 2)]
-    by_layer = {layer: TokenSet(*pair) for layer, pair in zip(values["layers"], pairs[1:], strict=True)}
-    return TokenSet(*pairs[0], values["dense_layers"], by_layer)
+            partial_scores(self._ranks, spec, score, local, self._held.caches[values["cache"]], queries, values, within)
