@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dustin.errors import MemoryLimitError
-from dustin.interfaces import Tap
+from dustin.interfaces import Tap, WarpBatch
 
 
 def _number(path: Path) -> int | None:
@@ -92,3 +92,13 @@ def check_restored(layers: Sequence[np.ndarray], shape: tuple[int, int, int], dt
     if count > capacity:
         raise ValueError(f"{count} rows, expected at most the capacity of {capacity}")
     return count
+
+
+def check_warp(warp: WarpBatch, context: Sequence[Sequence[int]] | None, batch: int, rows: int, width: int) -> None:
+    """Raise ValueError where `warp` is not of `batch` rows, or a penalty lacks its committed or its `width` in-flight tokens."""
+    if len(warp.temperature) != batch:
+        raise ValueError(f"warp has {len(warp.temperature)} rows, expected {batch}")
+    if warp.penalised and context is None:
+        raise ValueError("context is None, expected the committed tokens: a row has a penalty")
+    if warp.penalised and width < rows - 1:
+        raise ValueError(f"inflight has {width} tokens a row, expected {rows - 1} or more: a row has a penalty")

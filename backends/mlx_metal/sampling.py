@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from dustin.backends.common.checks import check_lengths
+from dustin.backends.common.checks import check_lengths, check_warp
 from dustin.backends.mlx_metal.set_ops import descending, log_softmax, order_keys
 from dustin.interfaces import HostVerdict, TokenLogprobs, Verdict, WarpBatch
 
@@ -86,12 +86,7 @@ def probabilities(
     """Warped distributions [B, T, V] fp32; penalties of row t count context[b] and the first I - (T - 1) + t of inflight."""
     batch, rows, size = logits.shape
     width = 0 if inflight is None else inflight.shape[1]
-    if len(warp.temperature) != batch:
-        raise ValueError(f"warp has {len(warp.temperature)} rows, expected {batch}")
-    if warp.penalised and context is None:
-        raise ValueError("context is None, expected the committed tokens: a row has a penalty")
-    if warp.penalised and width < rows - 1:
-        raise ValueError(f"inflight has {width} tokens a row, expected {rows - 1} or more: a row has a penalty")
+    check_warp(warp, context, batch, rows, width)
     out = []
     for b in range(batch):
         block = logits[b].astype(mx.float32)

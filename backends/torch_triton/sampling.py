@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from dustin.backends.common.checks import check_warp
 from dustin.backends.torch_triton.cache import check_lengths
 from dustin.backends.torch_triton.ops import top_mask
 from dustin.interfaces import HostVerdict, TokenLogprobs, Verdict, WarpBatch
@@ -61,12 +62,7 @@ def probabilities(
     """Warped distributions [B, T, V] fp32; penalties of row t count context[b] and the first I - (T - 1) + t of inflight."""
     batch, rows, _ = logits.shape
     width = 0 if inflight is None else inflight.shape[1]
-    if len(warp.temperature) != batch:
-        raise ValueError(f"warp has {len(warp.temperature)} rows, expected {batch}")
-    if warp.penalised and context is None:
-        raise ValueError("context is None, expected the committed tokens: a row has a penalty")
-    if warp.penalised and width < rows - 1:
-        raise ValueError(f"inflight has {width} tokens a row, expected {rows - 1} or more: a row has a penalty")
+    check_warp(warp, context, batch, rows, width)
     out = []
     for b in range(batch):
         block = logits[b].float()
