@@ -1,6 +1,6 @@
 """Checks of whole backends: their operations and a tiny model of random weights, against the numpy backend.
 
-Everything goes through the protocol of interfaces.py, so one function serves every backend. Frameworks are imported here only
+Everything goes through the protocol of dustin.interfaces, so one function serves every backend. Frameworks are imported here only
 when a function runs.
 """
 

@@ -28,7 +28,7 @@ def collect(mailbox: Mailbox) -> Mailbox:
 
 
 class RankCache:
-    """KVCache of interfaces.py on rank 0 of `size`: its own shard, and a number by which the other ranks know theirs.
+    """KVCache of dustin.interfaces on rank 0 of `size`: its own shard, and a number by which the other ranks know theirs.
 
     Changes of length wait and travel with the next order, so that they cost no message of their own.
     """

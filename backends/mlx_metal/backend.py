@@ -43,7 +43,7 @@ def create(device: str = "auto") -> MlxBackend:
 
 
 class MlxBackend:
-    """Backend of interfaces.py, whose docstrings are the contract. Arrays are MLX arrays; tokens are int32.
+    """Backend of dustin.interfaces, whose docstrings are the contract. Arrays are MLX arrays; tokens are int32.
 
     `gate` decides between Metal kernels and the array path (environment DUSTIN_METAL_GATE). The device is MLX's default device,
     one a process: making a backend sets it.

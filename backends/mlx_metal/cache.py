@@ -30,7 +30,7 @@ def free_bytes() -> int | None:
 
 
 class MlxCache:
-    """The KVCache of interfaces.py. Rows at and beyond `lengths[b]` hold anything finite: they are masked, not skipped.
+    """The KVCache of dustin.interfaces. Rows at and beyond `lengths[b]` hold anything finite: they are masked, not skipped.
 
     `fence` is an output of the last in-place kernel, or None: what reads it runs after that kernel (see `lengths_array`).
     """

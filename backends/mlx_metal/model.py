@@ -30,7 +30,7 @@ def fingerprint(config: ModelConfig, weights: list[tuple[str, mx.array]]) -> str
 
 
 class MlxModel:
-    """Model of interfaces.py around an unforked mlx-lm model."""
+    """Model of dustin.interfaces around an unforked mlx-lm model."""
 
     def __init__(self, inner: Any, config: ModelConfig, name: str, gate: Gate) -> None:
         connect(inner)

@@ -59,7 +59,7 @@ def follow() -> None:
 
 
 class ParallelMlxModel:
-    """Model of interfaces.py on rank 0: each call is told to the other ranks, then made on the own shard."""
+    """Model of dustin.interfaces on rank 0: each call is told to the other ranks, then made on the own shard."""
 
     def __init__(self, ranks: Ranks, mailbox: Mailbox, number: int, local: MlxModel, spec: ModelSpec) -> None:
         self.ranks, self.number, self.local, self.spec = ranks, number, local, spec

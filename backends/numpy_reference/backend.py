@@ -26,7 +26,7 @@ def create(device: str = "auto") -> NumpyBackend:
 
 
 class NumpyBackend:
-    """Backend of interfaces.py, whose docstrings are the contract. Undefined entries are -1 (tokens) or NaN (KV rows)."""
+    """Backend of dustin.interfaces, whose docstrings are the contract. Undefined entries are -1 (tokens) or NaN (KV rows)."""
 
     name = "numpy"
     device = "cpu"

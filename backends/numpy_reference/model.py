@@ -89,7 +89,7 @@ def _fingerprint(config: ModelConfig, weights: Mapping[str, Floats]) -> str:
 
 
 class NumpyModel:
-    """Model of interfaces.py. Each token of each sequence is computed alone, so a batch equals its singles bit for bit."""
+    """Model of dustin.interfaces. Each token of each sequence is computed alone, so a batch equals its singles bit for bit."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any], name: str = "numpy") -> None:
         """`weights` by Hugging Face name, any float dtype. Raise ModelError on a missing tensor or a wrong shape."""

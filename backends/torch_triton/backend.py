@@ -1,4 +1,4 @@
-"""The torch backend: Backend of interfaces.py on the CPU; `create` gives the CUDA one where there is a GPU."""
+"""The torch backend: Backend of dustin.interfaces on the CPU; `create` gives the CUDA one where there is a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def create(device: str = "auto") -> TorchBackend:
 
 
 class TorchBackend:
-    """Backend of interfaces.py, whose docstrings are the contract. Arrays are torch tensors; tokens are int64."""
+    """Backend of dustin.interfaces, whose docstrings are the contract. Arrays are torch tensors; tokens are int64."""
 
     name = "torch"
 

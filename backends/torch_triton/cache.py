@@ -18,7 +18,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 class TorchCache:
-    """The KVCache of interfaces.py. Rows at and beyond `lengths[b]` hold anything: nothing may read them."""
+    """The KVCache of dustin.interfaces. Rows at and beyond `lengths[b]` hold anything: nothing may read them."""
 
     def __init__(
         self,

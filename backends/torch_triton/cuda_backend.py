@@ -30,7 +30,7 @@ MAX_SELECTED = 2048
 
 
 class CudaBackend(TorchBackend):
-    """Backend of interfaces.py on a CUDA device (or, under TRITON_INTERPRET=1, on the CPU)."""
+    """Backend of dustin.interfaces on a CUDA device (or, under TRITON_INTERPRET=1, on the CPU)."""
 
     # The selection kernel is compiled for every budget and share: calibration, which tries many once, goes without it.
     plain_selection = False

@@ -89,7 +89,7 @@ class PagePool:
 
 
 class PagedCache:
-    """The KVCache of interfaces.py over pages of a pool. Rows at and beyond `lengths[b]` hold anything.
+    """The KVCache of dustin.interfaces over pages of a pool. Rows at and beyond `lengths[b]` hold anything.
 
     Pages of all B * capacity rows are taken at once, so no append can fail and the table stays as it is; they go back to
     the pool when the cache is dropped, and a finished sequence's with `free_row`.

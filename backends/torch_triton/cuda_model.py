@@ -1,4 +1,4 @@
-"""The Model of interfaces.py on a CUDA device: paged cache, Triton attention, one CUDA graph for each shape of call."""
+"""The Model of dustin.interfaces on a CUDA device: paged cache, Triton attention, one CUDA graph for each shape of call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SET_MULTIPLE = 64
 
 
 class CudaModel:
-    """Model of interfaces.py. `device` "cpu" works under TRITON_INTERPRET=1 (tests), without graphs."""
+    """Model of dustin.interfaces. `device` "cpu" works under TRITON_INTERPRET=1 (tests), without graphs."""
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str, peers: Peers | None = None) -> None:
         """With `peers` this is one rank's shard (see TorchModel)."""

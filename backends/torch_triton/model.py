@@ -58,7 +58,7 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor, peers: Peers | None) -> to
 
 
 class TorchModel:
-    """Model of interfaces.py.
+    """Model of dustin.interfaces.
 
     With `peers` it is one rank's shard: `config` counts this rank's heads, sums run over ranks, and rank 0 alone has logits.
     """

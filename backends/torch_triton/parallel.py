@@ -41,7 +41,7 @@ Make = Callable[[ModelConfig, Weights, str, Ranks], Any]
 
 
 class ParallelModel:
-    """Model of interfaces.py on rank 0: each call is told to the other ranks, then made on the own shard."""
+    """Model of dustin.interfaces on rank 0: each call is told to the other ranks, then made on the own shard."""
 
     def __init__(self, ranks: Ranks, mailbox: Mailbox, number: int, local: Any, spec: ModelSpec) -> None:
         self.ranks, self.number, self.local, self.spec = ranks, number, local, spec

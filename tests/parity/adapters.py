@@ -1,4 +1,4 @@
-"""A Backend of interfaces.py as implementations for the harness, and whole-model checks against the numpy backend."""
+"""A Backend of dustin.interfaces as implementations for the harness, and whole-model checks against the numpy backend."""
 
 from __future__ import annotations
 

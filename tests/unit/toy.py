@@ -31,7 +31,7 @@ def altered(table: np.ndarray, share: float, seed: int = 1) -> np.ndarray:
 
 
 class ToyModel:
-    """Model of interfaces.py: logits after a token are a row of `table` ([V, V], or [V, V, V] for the last two tokens).
+    """Model of dustin.interfaces: logits after a token are a row of `table` ([V, V], or [V, V, V] for the last two tokens).
 
     Every cached row keeps (token, state) in V of each layer, where state hashes the token and the states this layer 0 row
     could see. So a dropped, stale or missing row changes the states; `set_weight` > 0 adds state-dependent noise of that

@@ -1,0 +1,182 @@
+"""Models and their caches: what one forward is given and gives. Axes and rules: `dustin.interfaces`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape and identity of a model, as the engine needs it.
+
+    `context_length` counts tokens. `sliding_layers` keep a native window and are never scored. `fingerprint` is stable
+    over runs for the same weights and configuration (prompt caches and calibration profiles are keyed by it).
+    """
+
+    name: str
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    dtype: str
+    fingerprint: str
+    sliding_layers: tuple[int, ...] = ()
+    bytes_per_kv_token: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Which queries a forward keeps: for each layer a tuple of query heads, for all rows or each sequence's last valid row."""
+
+    heads: Mapping[int, tuple[int, ...]]
+    last_row_only: bool = False
+
+    def places(self, want: Tap) -> dict[int, list[int]]:
+        """Layer -> where the heads of `want` lie among this tap's. Raise ValueError on one that is not there."""
+        for layer, heads in want.heads.items():
+            if missing := set(heads) - set(self.heads.get(layer, ())):
+                raise ValueError(f"heads {sorted(missing)} of layer {layer} were not captured, expected some of {self.heads}")
+        return {layer: [self.heads[layer].index(head) for head in heads] for layer, heads in want.heads.items()}
+
+
+@dataclass
+class TokenSet:
+    """The committed tokens that sparse attention may see: ONE set for every layer and head.
+
+    `indices` [B, k] int32 ascending, valid up to `counts` [B] int32 (entries beyond are ignored). `dense_layers` ignore
+    the set; `by_layer` overrides it for single layers. A row whose count equals its committed length equals dense
+    attention bit for bit.
+    """
+
+    indices: Array
+    counts: Array
+    dense_layers: tuple[int, ...] = ()
+    by_layer: Mapping[int, TokenSet] = field(default_factory=dict)
+
+
+@dataclass
+class ForwardResult:
+    """`logits` [B, T, V] (or [B, 1, V] for the last valid row, or None) and `queries`: layer -> [B, T or 1, S, D] post-RoPE."""
+
+    logits: Array | None
+    queries: Mapping[int, Array]
+
+
+@runtime_checkable
+class KVCache(Protocol):
+    """Keys and values of B ragged sequences, preallocated, owned by the backend. Dropping rows is by length only.
+
+    `num_bytes` counts what is allocated. A cache may be paged; nothing here says where a row lies.
+    """
+
+    capacity: int
+    num_bytes: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each sequence in the cache, as the host knows them (no device read)."""
+        ...
+
+    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shorten each sequence to `lengths[b]`; return how many rows each dropped. Raise ValueError on a longer length."""
+        ...
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` becomes the first `length` rows of `source`; its own rows are gone. Raise ValueError out of range."""
+        ...
+
+    def take(self, rows: Sequence[int], capacity: int | None = None) -> KVCache:
+        """A new, independent cache with copies of the given rows (a row may repeat), of the same capacity or another."""
+        ...
+
+
+@runtime_checkable
+class PortableCache(KVCache, Protocol):
+    """A cache whose sequences can be kept in a file; one that is spread over ranks is none."""
+
+    def dump(self, row: int) -> list[Any]:
+        """Keys and values of one sequence as host numpy arrays [2, length, Hkv, D], one a layer; bfloat16 as its bits, uint16."""
+        ...
+
+    def restore(self, row: int, layers: Sequence[Any]) -> None:
+        """The empty sequence `row` holds these rows from now on. Raise ValueError on another shape or dtype, or too many rows."""
+        ...
+
+
+class Model(Protocol):
+    """A loaded transformer."""
+
+    spec: ModelSpec
+
+    def limit_vocabulary(self, size: int) -> None:
+        """Logits have the first `size` entries from now on (padded rows of target and draft differ). Changes `spec`."""
+        ...
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of `batch` sequences, `capacity` rows each. Raise MemoryLimitError with asked and available bytes."""
+        ...
+
+    def forward(
+        self,
+        tokens: Array,
+        num_tokens: Sequence[int],
+        cache: KVCache,
+        *,
+        token_set: TokenSet | None = None,
+        tap: Tap | None = None,
+        logits: str = "all",
+    ) -> ForwardResult:
+        """Run `tokens` [B, T] (from `Backend.tokens` or a sampled array) after the cached rows.
+
+        Row b feeds its first `num_tokens[b]` tokens (0 = none) at positions `lengths[b]...`; their K and V are appended
+        and `cache.lengths` grows by `num_tokens`. Query row r of sequence b sees the committed rows in `token_set` (all
+        of them when None) and in-flight rows 0..r. `logits` is "all", "last" (each row's last valid one) or "none".
+        Results of rows beyond `num_tokens[b]` are undefined but finite. Mutates `cache` alone.
+        """
+        ...
+
+
+@runtime_checkable
+class GreedyChain(Protocol):
+    """A model that can take the greedy steps of a draft by itself. Optional: drafters go step by step without it."""
+
+    def draft_greedy(
+        self,
+        tokens: Array,
+        num_tokens: Sequence[int],
+        cache: KVCache,
+        steps: int,
+        *,
+        token_set: TokenSet | None = None,
+        set_lengths: Sequence[int] = (),
+        tap: Tap | None = None,
+    ) -> tuple[Array, Mapping[int, Array]] | None:
+        """What `steps` calls of `forward` with logits "last" give when each feeds the argmax of the one before.
+
+        Row b feeds its first num_tokens[b] tokens (0: it takes no part) and then what it drafts; the cache grows by
+        num_tokens[b] + steps - 1. Before each step the set, chosen at `set_lengths`, is extended to the cache's length
+        (see Backend.extend). Returns tokens [B, steps] and the tap's queries [B, steps, S, D], or None, nothing done,
+        where this call cannot be served so.
+        """
+        ...
+
+
+@runtime_checkable
+class SparseAttention(Protocol):
+    """Attention of T in-flight rows over a selected set: the operation that backends accelerate and parity tests compare.
+
+    q [B, T, Hq, D]; the in-flight K, V are already in the cache at lengths[b]..lengths[b]+num_tokens[b]-1 (`lengths` before
+    them). Returns [B, T, Hq, D] in q's dtype, fp32 accumulation. Rows at or beyond num_tokens[b] return 0.
+    """
+
+    def __call__(
+        self, q: Array, cache: KVCache, layer: int, lengths: Sequence[int], num_tokens: Sequence[int], token_set: TokenSet | None
+    ) -> Array: ...
