@@ -1,19 +1,17 @@
-"""GGUF files: metadata to ModelConfig, tensors dequantised one at a time to float32 numpy under their Hugging Face names."""
+"""GGUF files: metadata to ModelConfig, tensors dequantised one at a time (or in parts) under their Hugging Face names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from dustin.backends.common.config import ModelConfig
+from dustin.backends.common.gguf_tensors import Floats, TensorFile
 from dustin.errors import ModelError
-
-Floats = npt.NDArray[np.float32]
-Fetch = Callable[[str], Floats | None]
+from dustin.gguf_metadata import read_tables
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP = {
@@ -51,38 +49,42 @@ def unpermute(tensor: Floats, num_heads: int) -> Floats:
     return np.ascontiguousarray(tensor.reshape(num_heads, -1, 2, *rest).swapaxes(1, 2).reshape(tensor.shape))
 
 
-def open_gguf(path: Path) -> tuple[ModelConfig, Fetch]:
-    """The configuration and a reader of single tensors. Raise ModelError on a damaged file or an unsupported architecture."""
-    import gguf
+class Fetch(Protocol):
+    """Reads one tensor, or entries start..stop-1 of its axis `dim`, by its Hugging Face name; None where there is no such tensor.
 
+    Parts of q and k must be whole heads.
+    """
+
+    def __call__(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Floats | None: ...
+
+
+def open_gguf(path: Path) -> tuple[ModelConfig, Fetch, Callable[[str], tuple[int, ...] | None]]:
+    """The configuration, a reader of tensors and parts, and their shapes by name (None where there is no such tensor).
+
+    Raise ModelError on a damaged file or an unsupported architecture.
+    """
     if not path.is_file():
         raise ModelError(f"{path} is no file: give the path of a .gguf file or a model folder")
-    try:
-        reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ModelError(f"{path} is no readable GGUF file (truncated?): {error}. Fetch it again") from error
-    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    fields, places = read_tables(path)
+    file = TensorFile(path, places)
     factors = None
-    if "rope_freqs.weight" in tensors:
-        factors = tuple(float(x) for x in tensors["rope_freqs.weight"].data)
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    config = config_from_gguf(fields, path, "output.weight" not in tensors, factors, len(tokens.data) if tokens else None)
+    if "rope_freqs.weight" in file:
+        factors = tuple(float(x) for x in file.read("rope_freqs.weight"))
+    tokens = fields.get("tokenizer.ggml.tokens")
+    config = config_from_gguf(fields, path, "output.weight" not in file, factors, len(tokens) if tokens else None)
 
-    def fetch(name: str) -> Floats | None:
-        tensor = tensors.get(gguf_name(name))
-        if tensor is None:
+    def shape(name: str) -> tuple[int, ...] | None:
+        return file.shape(gguf_name(name)) if gguf_name(name) in file else None
+
+    def fetch(name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Floats | None:
+        if gguf_name(name) not in file:
             return None
-        try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except (ValueError, NotImplementedError) as error:
-            raise ModelError(f"tensor {tensor.name} of {path} cannot be dequantised: {error}") from error
-        out = np.array(values, dtype=np.float32)
+        out = file.read(gguf_name(name), dim, start, stop)
         if config.architecture == "LlamaForCausalLM" and name.rsplit(".", 2)[-2] in ("q_proj", "k_proj"):
-            out = unpermute(out, config.num_heads if "q_proj" in name else config.num_kv_heads)
+            out = unpermute(out, len(out) // config.head_dim)
         return out
 
-    return config, fetch
+    return config, fetch, shape
 
 
 def config_from_gguf(

@@ -56,7 +56,7 @@ def load(source: Path, dtype: mx.Dtype | None) -> tuple[Any, ModelConfig, str]:
     """(mlx-lm model, its weights in memory; configuration; name). Raise ModelError that names what is missing or unsupported."""
     import_mlx_lm()
     if source.suffix == ".gguf":
-        config, fetch = open_gguf(source)
+        config, fetch, _ = open_gguf(source)
         check(config, source)
         model, name = _from_gguf(config, fetch, source, dtype or mx.bfloat16), source.stem
     elif source.is_dir():

@@ -14,13 +14,17 @@ from dustin.backends.torch_triton.weights import Fetch
 
 def open_gguf(path: Path) -> tuple[ModelConfig, Fetch]:
     """The configuration and a reader of single tensors. Raise ModelError on a damaged file or an unsupported architecture."""
-    config, read = gguf.open_gguf(path)
+    config, read, shape = gguf.open_gguf(path)
 
     def fetch(name: str, part: Part | None = None) -> torch.Tensor | None:
-        values = read(name)
-        if values is None:
+        whole = shape(name)
+        if whole is None:
             return None
-        tensor = torch.from_numpy(values)
-        return tensor if part is None else part.of(tensor).clone()
+        if part is None:
+            values = read(name)
+        else:
+            part.check(whole)
+            values = read(name, part.dim, part.start, part.stop)
+        return None if values is None else torch.from_numpy(values)
 
     return config, fetch
