@@ -96,9 +96,9 @@ class TensorFile:
 
         step = max(1, _PIECE // max(1, columns))
         try:
-            if len(raw) <= step:
+            if 0 < len(raw) <= step and columns:
                 fill(0)
-            else:
+            elif out.size:
                 list(_pool().map(fill, range(0, len(raw), step)))
         except (ValueError, NotImplementedError) as error:
             raise ModelError(f"tensor {name} of {self._path} cannot be dequantised: {error}") from error
