@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from dustin.config import RequestOptions
-from dustin.interfaces import TokenLogprobs
+from dustin.config import RequestOptions, SamplingOptions
+from dustin.interfaces import TokenLogprobs, WarpBatch
 from dustin.stats import Stats
 
 
@@ -122,7 +122,7 @@ class Sequence:
             self.tokens.append(token)
             self.committed += 1
             text = self._end_or_text(token)
-            entry = logprobs[index] if logprobs is not None else None
+            entry = self._trimmed(logprobs[index]) if logprobs is not None else None
             events.append(Event(self.row, token, text, index < num_accepted, self.finish_reason, entry))
             if not self.active:
                 break
@@ -133,6 +133,13 @@ class Sequence:
         del self.tokens[self.committed :]
         self.finish_reason, self.error = "error", message
         return Event(self.row, -1, "", False, "error")
+
+    def _trimmed(self, entry: TokenLogprobs) -> TokenLogprobs | None:
+        """What this request asked for: a batch is read with as many alternatives as its most demanding row wants."""
+        wanted = self.request.top_logprobs
+        if wanted is None:
+            return None
+        return replace(entry, top_tokens=entry.top_tokens[:wanted], top_logprobs=entry.top_logprobs[:wanted])
 
     def _end_or_text(self, token: int) -> str:
         sink = self._sink
@@ -146,3 +153,13 @@ class Sequence:
             self.finish_reason = "length"
             text += sink.finish() if sink else ""
         return text
+
+
+def warp_batch(samplings: Seq[SamplingOptions]) -> WarpBatch:
+    """The sampling parameters of a batch, a tuple each."""
+    return WarpBatch(**{name: tuple(getattr(s, name) for s in samplings) for name in WarpBatch.__dataclass_fields__})
+
+
+def padded(rows: Seq[list[float]], width: int) -> list[list[float]]:
+    """Rows of numbers, filled up with zeros to one width."""
+    return [row + [0.0] * (width - len(row)) for row in rows]

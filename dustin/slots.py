@@ -10,10 +10,10 @@ from typing import Protocol, cast
 from dustin.config import EngineOptions, RequestOptions
 from dustin.engine import Engine
 from dustin.errors import UsageError
-from dustin.interfaces import Drafter, Drafts, KVCache, Tap, TokenLogprobs, TokenSet, WarpBatch
+from dustin.interfaces import Drafter, Drafts, KVCache, Tap, TokenLogprobs, TokenSet
 from dustin.planning import AutoPlanner
 from dustin.prefill import padded_tokens
-from dustin.sequence import Event, Sequence
+from dustin.sequence import Event, Sequence, warp_batch
 
 _NOTHING = RequestOptions(max_tokens=1)
 # Tokens compared at once: prompts of 100,000 tokens meet many slots between two rounds.
@@ -58,7 +58,7 @@ class SlotEngine(Engine):
             raise UsageError(f"selector {self.selector.name!r} is for single batches, not for slots: use --select dustin")
         self.cache = cache
         self.rows = [_nobody(slot) for slot in range(num_slots)]
-        self._set_lengths = (0,) * num_slots
+        self.memory.rows, self.memory.set_lengths = self.rows, (0,) * num_slots
         self.drafter.start([row.tokens for row in self.rows], cache.capacity + self.options.num_draft_tokens, None)
         self._following: dict[int, tuple[Sequence, int]] = {}
         self.reused = [0] * num_slots
@@ -87,7 +87,7 @@ class SlotEngine(Engine):
 
     def _dense(self, row: Sequence) -> int:
         """Leading cache rows of a slot that any sequence with the same tokens may use."""
-        return 0 if row.finish_reason == "error" else min(row.dense_rows, self._target_cache.lengths[row.row])
+        return 0 if row.finish_reason == "error" else min(row.dense_rows, self.target_cache.lengths[row.row])
 
     def admit(self, sequence: Sequence, prompt_logprobs: int | None = None) -> None:
         """Take the free slot `sequence.row`; its prompt is read by `read_chunk`. Raise ValueError when it is taken or too small.
@@ -97,7 +97,7 @@ class SlotEngine(Engine):
         every row is read, and `prompt_logprobs[slot]` has an entry for each prompt token but the first when the first token comes.
         """
         slot = sequence.row
-        old, cache = self.rows[slot], self._target_cache
+        old, cache = self.rows[slot], self.target_cache
         if old.active or old.reading:
             raise ValueError(f"slot {slot} is taken, expected a free one of {self.free}")
         if sequence.prompt_length + sequence.limit > cache.capacity:
@@ -126,7 +126,7 @@ class SlotEngine(Engine):
 
     def _begin_with(self, slot: int, keep: int, source: int) -> None:
         """The slot's cache rows become the first `keep` of `source`."""
-        cache = self._target_cache
+        cache = self.target_cache
         if source == slot:
             cache.rollback([keep if b == slot else n for b, n in enumerate(cache.lengths)])
         else:
@@ -145,7 +145,7 @@ class SlotEngine(Engine):
                 if there < shared and leader.reading:
                     continue
             del self._following[slot]
-            if row.reading and there > self._target_cache.lengths[slot]:
+            if row.reading and there > self.target_cache.lengths[slot]:
                 self._begin_with(slot, there, leader.row)
 
     def release(self, slot: int, reason: str = "cancelled") -> None:
@@ -169,7 +169,7 @@ class SlotEngine(Engine):
         for slot in list(self._scoring):
             self._score_prompt(slot)
         reading = [row for row in self.reading if row.row not in self._following and row.row not in self._scoring]
-        cache = self._target_cache
+        cache = self.target_cache
         shares = self._shares(reading, most) if reading else [0] * len(self.rows)
         goals = {row.row: cache.lengths[row.row] + shares[row.row] for row in reading}
         # The last prompt token is the draft's to feed with the first token the target emits.
@@ -186,7 +186,7 @@ class SlotEngine(Engine):
 
     def _shares(self, reading: list[Sequence], most: int) -> list[int]:
         """Prompt tokens each slot reads now: an equal part of `most`, what short prompts leave going to the longer ones."""
-        left = {row.row: row.prompt_length - self._target_cache.lengths[row.row] for row in reading}
+        left = {row.row: row.prompt_length - self.target_cache.lengths[row.row] for row in reading}
         shares = [0] * len(self.rows)
         room = max(most, len(left))
         for rank, slot in enumerate(sorted(left, key=lambda slot: left[slot])):
@@ -196,7 +196,7 @@ class SlotEngine(Engine):
 
     def _score_prompt(self, slot: int) -> None:
         """Read a piece of the slot's prompt and note the log-probability of each of its tokens given those before it."""
-        row, cache = self.rows[slot], self._target_cache
+        row, cache = self.rows[slot], self.target_cache
         start = cache.lengths[slot]
         part = row.tokens[start : min(start + _SCORED, row.prompt_length)]
         parts = [part if b == slot else [] for b in range(len(self.rows))]
@@ -223,7 +223,7 @@ class SlotEngine(Engine):
             del self._scoring[slot]
 
     def _read_parts(self, parts: list[list[int]]) -> list[Event]:
-        cache = self._target_cache
+        cache = self.target_cache
         joining = {
             row.row
             for row, part in zip(self.rows, parts, strict=True)
@@ -245,17 +245,13 @@ class SlotEngine(Engine):
             if row.row in joining:
                 row.reading = False
         self._refresh_warp()
-        self._set_lengths = tuple(0 if b in joining else n for b, n in enumerate(self._set_lengths))
-        if self.options.lookahead_lag == 1:
-            self._unlagged |= joining
+        self.memory.join(joining)
         # The first token is a verification without drafts.
         none = Drafts(None, (0,) * len(self.rows))
         self._uniforms = [row.uniforms.draw(1) if row.row in joining else [] for row in self.rows]
-        verdict = self._judge(none, out)
-        self.selector.restart(joining)
-        if out.queries:
-            self._history = self._merged(self._history, self._last_row_history(out.queries), joining)
-        events = self._commit(none, self._read(verdict, out), joining, count=False)
+        verdict = self.judge(none, out)
+        self.memory.learn_last(out.queries, joining)
+        events = self.commit(none, self.read(verdict, out), joining, count=False)
         self._after(events)
         return events
 
@@ -281,11 +277,10 @@ class SlotEngine(Engine):
         """Everything, in the round after a long prompt joined: its row has no set yet, and widening that of all rows to a whole
         prompt costs more, on a GPU a recording for each length. Only where it changes no token of the others.
         """
-        behind = [
-            n - then for b, (n, then) in enumerate(zip(self._target_cache.lengths, self._set_lengths, strict=False)) if b in taking
-        ]
-        lossless = self._chosen.mode in ("dense", "exact") and self.warp.greedy
-        return None if lossless and max(behind, default=0) > _FAR_BEHIND else self._set
+        lengths = zip(self.target_cache.lengths, self.memory.set_lengths, strict=False)
+        behind = [n - then for b, (n, then) in enumerate(lengths) if b in taking]
+        lossless = self.chosen.mode in ("dense", "exact") and self.warp.greedy
+        return None if lossless and max(behind, default=0) > _FAR_BEHIND else self.memory.set
 
     def _after(self, events: list[Event]) -> None:
         if any(event.finish_reason for event in events):
@@ -294,9 +289,9 @@ class SlotEngine(Engine):
     def _refresh_warp(self) -> None:
         """Sampling parameters of the active rows; others are neutral, so that they cost nothing and change no path."""
         samplings = [row.request.sampling if row.active else _NOTHING.sampling for row in self.rows]
-        self.warp = WarpBatch(**{name: tuple(getattr(s, name) for s in samplings) for name in WarpBatch.__dataclass_fields__})
+        self.warp = warp_batch(samplings)
 
-    def _penalty_context(self) -> list[list[int]] | None:
+    def penalty_context(self) -> list[list[int]] | None:
         return [row.tokens if row.active else [] for row in self.rows] if self.warp.penalised else None
 
     @property

@@ -201,7 +201,7 @@ class Recorder:
         engine, row = run.engine, run.rows[0]
         if row.prompt_length + row.limit <= engine.options.budget:
             raise self._nothing_chosen()
-        engine.selector = cast(Selector, _RecordingSelector(engine.selector, self._selected))
+        engine.memory.selector = cast(Selector, _RecordingSelector(engine.selector, self._selected))
         engine.rule = cast(AcceptanceRule, _RecordingRule(engine.rule, self._judged))
         engine.backend = cast(Backend, _RecordingBackend(engine.backend, self._read))
 
@@ -307,7 +307,7 @@ class Recorder:
             return  # The first token belongs to the prefill.
         open_round, self._open = self._open, None
         if open_round is None:
-            check = engine._chosen.mode == "exact"
+            check = engine.chosen.mode == "exact"
             open_round = Round(row.committed - 1, None, check=check)
         open_round.drafted, open_round.accepted = self._drafted, host.num_accepted[0]
         self.rounds.append(open_round)
