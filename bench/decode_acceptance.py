@@ -23,7 +23,7 @@ class Acceptance:
     label: str
     shares: dict[str, list[float]] = field(default_factory=dict)
 
-    def _shares(self, kind: str, most: int) -> list[float]:
+    def shares_of(self, kind: str, most: int) -> list[float]:
         """P(kept = 0 .. most): what lies above `most` counts as all kept."""
         if kind not in self.shares:
             p = CHECK_AGREEMENT if kind == "check" else AGREEMENT
@@ -39,11 +39,11 @@ class Acceptance:
 
     def expected(self, kind: str, most: int) -> float:
         """Mean tokens of a round or check with `most` drafts: the kept ones and one more."""
-        return 1 + sum(n * share for n, share in enumerate(self._shares(kind, most)))
+        return 1 + sum(n * share for n, share in enumerate(self.shares_of(kind, most)))
 
     def table(self, kind: str, most: int, count: int, batch: int, seed: int) -> torch.Tensor:
         """[count, batch] int32 on the CPU: kept drafts, evenly spread over the shares, in a shuffled order."""
-        steps = torch.tensor(self._shares(kind, most), dtype=torch.float64).cumsum(0)
+        steps = torch.tensor(self.shares_of(kind, most), dtype=torch.float64).cumsum(0)
         # Stratified: few rounds then still bring what is expected.
         place = (torch.arange(count * batch, dtype=torch.float64) + 0.5) / (count * batch)
         kept = torch.searchsorted(steps, place * steps[-1]).clamp(max=most)
@@ -83,6 +83,20 @@ def histogram(accepted: torch.Tensor) -> dict[str, float]:
     """Share of each number of accepted drafts."""
     values = Counter(accepted.flatten().tolist())
     return {str(n): round(values[n] / accepted.numel(), 4) for n in sorted(values)}
+
+
+def rounds_until(tokens: int, shares: list[float]) -> int:
+    """Rounds after which half of the sequences have so many tokens, when a round keeps n drafts with chance shares[n]."""
+    reached, rounds = [1.0] + [0.0] * (tokens - 1), 0  # chance of each number of tokens below the goal
+    while sum(reached) > 0.5:
+        rounds += 1
+        after = [0.0] * tokens
+        for have, chance in enumerate(reached):
+            for kept, share in enumerate(shares):
+                if have + kept + 1 < tokens:
+                    after[have + kept + 1] += chance * share
+        reached = after
+    return rounds
 
 
 def rounds_of(block: int, expected: float) -> int:

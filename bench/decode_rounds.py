@@ -35,6 +35,7 @@ class RoundOptions:
     num_sink_tokens: int = 4
     num_recent_tokens: int = 32
     lookahead_share: float = 0.6
+    last_drafts: int = 0  # mode exact: drafts that the dense check judges with a block, after the last set was chosen
 
     @property
     def chooses(self) -> bool:
@@ -119,7 +120,7 @@ class Rounds:
         lengths = self.target_lengths[None] + self.steps
         slots = None
         if options.sparse_draft:
-            width = options.budget + gamma + 2
+            width = options.budget + gamma + 2 + options.last_drafts
             indices, counts = extend_set(self.indices, self.counts, self.set_lengths, self.draft_lengths, width)
             slots = make_slots(indices, counts, self.draft_lengths, self.room, side.cache.page_table, side.page_size, gamma + 2)
             slots.indices = slots.slots

@@ -34,6 +34,7 @@ class AttentionConfig:
     value_parts: int = 1  # sparse: programs that share the value dims of a head, each with all its keys (no merge)
     max_registers: int = 0  # a thread (0: the compiler's choice), so that programs of two kernels fit one multiprocessor
     prefetch_bytes: int = 0  # sparse, with `ahead`: ask the L2 for so many more bytes of K and V
+    described: bool = False  # dense: tiles of K and V come by tensor descriptors where pages allow
 
 
 class AttentionWorkspace:

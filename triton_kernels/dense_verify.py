@@ -10,6 +10,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_core import (
     AttentionConfig,
@@ -39,9 +40,12 @@ def dense_verify_kernel(
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
     ROW: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, key split, row tile, kv head); neighbours share the sequence's pages."""
+    """Program (sequence, key split, row tile, kv head); neighbours share the sequence's pages.
+
+    DESCRIBED: k_pool, v_pool are tensor descriptors of [rows, columns] that give tiles [BLOCK_N, D].
+    """
     begin_dependent(PDL)
     pid = tl.program_id(0)
     h = pid % HKV
@@ -79,18 +83,25 @@ def dense_verify_kernel(
     keys = tl.arange(0, BLOCK_N)
     # Every row sees every key up to length + first_row: those tiles need no mask.
     plain_stop = begin if WINDOW else tl.maximum(tl.minimum((length + first_row + 1) // BLOCK_N * BLOCK_N, stop), begin)
-    k_head = k_pool + h * HEAD
-    v_head = v_pool + h * HEAD
+    if not DESCRIBED:
+        k_head = k_pool + h * HEAD
+        v_head = v_pool + h * HEAD
     page = load_pages(pages, begin, keys, stop, PAGE, BLOCK_N)
     next_page = load_pages(pages, begin + BLOCK_N, keys, stop, PAGE, BLOCK_N)
     for start in range(begin, plain_stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        rows = tile_rows(page, start, keys, PAGE, BLOCK_N, ROW)
+        if DESCRIBED:
+            row = page * PAGE + start % PAGE
+        else:
+            rows = tile_rows(page, start, keys, PAGE, BLOCK_N, ROW)
         # Fetched two steps ahead: in the pipeline that copies K and V it would make every step wait for the copies before
         # it. The maximum is an operation: a value handed on as it is would keep the loop from being pipelined.
         page = tl.maximum(next_page, 0)
         next_page = load_pages(pages, start + 2 * BLOCK_N, keys, stop, PAGE, BLOCK_N)
-        if D == BLOCK_D:
+        if DESCRIBED:
+            k = tl.trans(k_pool.load([row, h * HEAD]))
+            v = v_pool.load([row, h * HEAD])
+        elif D == BLOCK_D:
             k = tl.load(k_head + rows[None, :] + dims[:, None])
             v = tl.load(v_head + rows[:, None] + dims[None, :])
         else:
@@ -100,11 +111,18 @@ def dense_verify_kernel(
         m_i, l_i, acc = attend_tile(s, v, m_i, l_i, acc, scale_log2, SOFTCAP, PRECISION)
     for start in range(plain_stop, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        rows = tile_rows(load_pages(pages, start, keys, stop, PAGE, BLOCK_N), start, keys, PAGE, BLOCK_N, ROW)
+        page = load_pages(pages, start, keys, stop, PAGE, BLOCK_N)
         position = start + keys
         stored = position < stop
-        k = tl.load(k_head + rows[None, :] + dims[:, None], mask=stored[None, :] & in_head[:, None], other=0.0)
-        v = tl.load(v_head + rows[:, None] + dims[None, :], mask=stored[:, None] & in_head[None, :], other=0.0)
+        if DESCRIBED:
+            row = page * PAGE + start % PAGE
+            k = tl.trans(k_pool.load([row, h * HEAD]))
+            # What nobody wrote may be NaN, which a weight of zero would let through.
+            v = tl.where(stored[:, None], v_pool.load([row, h * HEAD]), 0.0)
+        else:
+            rows = tile_rows(page, start, keys, PAGE, BLOCK_N, ROW)
+            k = tl.load(k_head + rows[None, :] + dims[:, None], mask=stored[None, :] & in_head[:, None], other=0.0)
+            v = tl.load(v_head + rows[:, None] + dims[None, :], mask=stored[:, None] & in_head[None, :], other=0.0)
         visible = (position[None, :] < stop) & (position[None, :] <= length + t[:, None])
         if WINDOW:
             visible = visible & (position[None, :] > length + t[:, None] - window)
@@ -137,6 +155,20 @@ def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConf
         return AttentionConfig(power_of_two(rows, 16), block_n, 4, 3, waves=2.0)
     # Two programs of 64 rows a processor overlap one's products with the other's softmax: faster than one of 128 rows.
     return AttentionConfig(64, block_n, 8 if head_dim > 128 else 4, 3, waves=4.0)
+
+
+def described(config: AttentionConfig, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[object, object] | None:
+    """Tensor descriptors of both pools for tiles of config.block_n rows of a head; None where the layout does not allow them.
+
+    The copy engine then computes the addresses, which leaves a program's registers to its rows.
+    """
+    page_size, num_kv_heads, dim = k_pool.shape[1:]
+    row, head, size = k_pool.stride(1), k_pool.stride(2), k_pool.element_size()
+    aligned = all(n * size % 16 == 0 for n in (row, head, dim)) and all(x.data_ptr() % 16 == 0 for x in (k_pool, v_pool))
+    if not config.described or page_size % config.block_n or dim & (dim - 1) or not aligned:
+        return None
+    shape = [k_pool.shape[0] * page_size, (num_kv_heads - 1) * head + dim]
+    return tuple(TensorDescriptor(x, shape, [row, 1], [config.block_n, dim]) for x in (k_pool, v_pool))  # type: ignore[return-value]
 
 
 def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:
@@ -192,13 +224,15 @@ def dense_verify(
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
     block_d = power_of_two(dim, 16)
+    tiles = described(config, k_pool, v_pool)
+    keys, values = tiles or (k_pool, v_pool)
     dense_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads,)](
-        q, k_pool, v_pool, page_table, lengths, num_tokens, out, workspace.outputs, workspace.stats, workspace.counters,
+        q, keys, values, page_table, lengths, num_tokens, out, workspace.outputs, workspace.stats, workspace.counters,
         q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), tokens, window, scale * math.log2(math.e), softcap,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PAGE=page_size,
         SPLITS=launch.splits, ROW_TILES=launch.row_tiles, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
         WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PDL=dependent,
-        **options,
+        DESCRIBED=tiles is not None, **options,
     )  # fmt: skip
     if launch.splits > 1 and not launch.fused:
         chunk = min(config.block_m, 4)

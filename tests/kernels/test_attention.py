@@ -71,6 +71,18 @@ def test_dense_window_and_softcap(device: str, which: int) -> None:
         check_parity(out, attention(case, window=20, softcap=5.0))
 
 
+def test_dense_by_descriptors(device: str) -> None:
+    small = [((8, 2, 16), 16, [40, 9, 0], [5, 3, 5], 5), ((2, 1, 32), 32, [65, 31], [2, 0], 2)]
+    large = [((28, 4, 128), 64, [1000, 77, 2048], [33, 10, 18], 33), ((64, 8, 128), 128, [700, 64], [16, 16], 16)]
+    for i, shape in enumerate(small if device == "cpu" else large):
+        case = build(device, torch.float16, shape, i)
+        for splits in (1.0, 4.0, 40.0):
+            tile = (16, 16) if device == "cpu" else (128, 64)
+            config = AttentionConfig(*tile, 4, 2, waves=splits, described=True)
+            check_parity(dense_verify(*case.inputs, config=config), attention(case))
+            check_parity(dense_verify(*case.inputs, window=20, config=config), attention(case, window=20))
+
+
 def test_dense_rows_beyond_one_tile(device: str) -> None:
     tokens = 5 if device == "cpu" else 64
     shape = ((8, 2, 16), 16, [40, 9], [5, 3], 5) if device == "cpu" else ((64, 8, 128), 64, [1000, 77], [64, 40], tokens)

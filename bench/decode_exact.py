@@ -1,0 +1,92 @@
+"""Mode exact on the device for bench/decode.py: sparse rounds propose a block, one dense pass checks it and the drafts after it.
+
+As in the engine (dustin/exact.py): rounds go on until half of the rows have `block` less one round's drafts, then the draft
+model goes on from there, and the dense pass judges provisional tokens and drafts together.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from bench.decode_acceptance import histogram, rounds_until
+from dustin.triton_kernels.argmax_rows import argmax_rows
+
+if TYPE_CHECKING:
+    from bench.decode import DecodeBench
+
+
+def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
+    """One row: `checks` blocks of up to `block` checked tokens each."""
+    from bench.decode import gpu_ms
+
+    gamma, device = bench.num_drafts, bench.device
+    if block <= gamma:
+        raise ValueError(f"block is {block}, expected more than the {gamma} drafts that end it")
+    state = bench.rounds(batch, True, True, last_drafts=gamma)
+    whole = bench.capture(state.whole)
+    tables = {
+        kind: bench.acceptance.table(kind, most, 64, batch, seed=seed).to(device)
+        for kind, most, seed in (("check", block - gamma, 7), ("dense", gamma, 8))
+    }
+    tokens = torch.randint(0, 1000, (batch, block + 1), dtype=torch.int32, device=device)
+    base, made = state.target_lengths.clone(), torch.zeros(batch, dtype=torch.int32, device=device)
+    turn = torch.zeros(1, dtype=torch.long, device=device)
+    offsets = torch.arange(1, gamma + 1, device=device)[None]
+
+    def check() -> None:
+        drafts, _ = state.propose()
+        provisional = (state.target_lengths - base).clamp_(max=block - gamma)
+        tokens[:, :1].copy_(state.pending[:, None])
+        tokens.scatter_(1, provisional.long()[:, None] + offsets, drafts)
+        logits, queries = state.dense_pass(tokens, base, provisional + (1 + gamma), "all")
+        best, _ = argmax_rows(logits.flatten(0, 1))
+        agreed, drafted = (tables[kind].index_select(0, turn)[0] for kind in ("check", "dense"))
+        # The drafts count where all provisional tokens passed.
+        kept = torch.minimum(agreed, provisional) + torch.where(agreed >= provisional, drafted, 0)
+        at = kept.long()[:, None]
+        state.pending.copy_(best.view(batch, block + 1).gather(1, at)[:, 0])
+        for layer, q in queries.items():
+            state.history[layer].copy_(q.gather(1, at[:, :, None, None].expand(-1, 1, *q.shape[2:])))
+        state.draft_lengths.copy_(state.target_lengths + gamma)
+        base.add_(kept + 1)
+        state.target_lengths.copy_(base)
+        # The draft keeps what it has; the replay spares it a third missing token where all of a block passed.
+        torch.maximum(torch.minimum(state.draft_lengths, base), base - 1, out=state.draft_lengths)
+        made.copy_(kept + 1)
+        turn.add_(1).remainder_(64)
+
+    graph = bench.capture(check)
+    rounds = rounds_until(block - gamma, bench.acceptance.shares_of("sparse", gamma))
+
+    def restart() -> None:
+        state.reset()
+        base.fill_(bench.context)
+        turn.zero_()
+
+    def run(count: int) -> tuple[float, int]:
+        restart()
+        total = 0
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            for _ in range(rounds):
+                whole()
+                state.verdict.tolist()
+            graph()
+            total += sum(made.tolist())
+        return time.perf_counter() - began, total
+
+    run(1)
+    seconds, total = run(checks)
+    restart()
+    state.target_lengths.fill_(bench.context + block - gamma)
+    state.set_lengths.copy_(state.target_lengths - 1)
+    state.draft_lengths.copy_(state.target_lengths)
+    bench.record(
+        batch, f"exact {block}", total, seconds, query_rows=block + 1, num_draft_tokens=gamma, budget=bench.budget,
+        acceptance_length=round(total / checks / batch, 3), histogram=histogram(tables["check"]), exact_block=block,
+        rounds_per_check=rounds, drafts_in_check=gamma, check_ms=round(gpu_ms(graph, 1), 2),
+    )  # fmt: skip
