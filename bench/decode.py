@@ -25,7 +25,8 @@ from bench.decode_rounds import RoundOptions, Rounds, Side
 from dustin.backends.torch_triton.cuda_forward import Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured
 from dustin.backends.torch_triton.cuda_model import CudaModel
-from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_7B, random_weights
+from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_1_5B, QWEN2_7B, random_weights
+from dustin.cost_model import shape_of
 from dustin.interfaces import Tap
 from dustin.selection import draft_tap, target_tap
 from dustin.triton_kernels.argmax_rows import argmax_rows
@@ -33,6 +34,7 @@ from dustin.triton_kernels.argmax_rows import argmax_rows
 # Rows that decoding may add before the lengths start over.
 SLACK = 1024
 RECTIFY_CHUNK = 160
+TARGETS = {"7b": ("Qwen2.5-7B", QWEN2_7B), "1.5b": ("Qwen2.5-1.5B", QWEN2_1_5B)}
 
 
 def gpu_ms(function: Callable[[], Any], repeats: int = 10) -> float:
@@ -51,13 +53,16 @@ class DecodeBench:
     """Two random models on a device, and every way of decoding with them."""
 
     def __init__(
-        self, context: int, budget: int, paper_scoring: bool, num_drafts: int, acceptance: Acceptance, most_tokens: int
-    ) -> None:
+        self, context: int, budget: int, paper_scoring: bool, num_drafts: int, acceptance: Acceptance, most_tokens: int,
+        target: str = "7b",
+    ) -> None:  # fmt: skip
         """`most_tokens`: rows of KV that all sequences of a measurement have together at most."""
         device = torch.device("cuda")
         self.num_drafts, self.acceptance = num_drafts, acceptance
         self.device, self.context, self.budget, self.paper = device, context, budget, paper_scoring
-        self.target = CudaModel(QWEN2_7B, random_weights(QWEN2_7B, torch.bfloat16, device), "qwen2.5-7b-shape")
+        name, config = TARGETS[target]
+        self.model = f"{name} + Qwen2.5-0.5B shapes"
+        self.target = CudaModel(config, random_weights(config, torch.bfloat16, device), f"{name.lower()}-shape")
         self.draft = CudaModel(QWEN2_0_5B, random_weights(QWEN2_0_5B, torch.bfloat16, device, 1), "qwen2.5-0.5b-shape")
         self.draft.limit_vocabulary(QWEN2_0_5B.vocab_size)
         self.target.limit_vocabulary(QWEN2_0_5B.vocab_size)
@@ -75,11 +80,16 @@ class DecodeBench:
         """Target and draft with caches of `batch` rows."""
         taps = target_tap(self.target.spec), draft_tap(self.draft.spec)
         if self.paper:
-            # One target layer and three draft layers, four heads each; the heads of the target lie in four kv heads.
+            # One target layer and three draft layers, four heads each; the heads of the 7B target lie in four kv heads.
+            four = [tuple(i * model.spec.num_heads // 4 for i in range(4)) for model in (self.target, self.draft)]
             first = max(taps[0].heads)
-            taps = Tap({first: (0, 7, 14, 21)}), Tap({layer: (0, 3, 7, 10) for layer in taps[1].heads})
+            taps = Tap({first: four[0]}), Tap(dict.fromkeys(taps[1].heads, four[1]))
         caches = [model.new_cache(batch, self.context + SLACK) for model in (self.target, self.draft)]
         return Side(self.target, caches[0], taps[0]), Side(self.draft, caches[1], taps[1])
+
+    def shapes(self) -> dict[str, Any]:
+        """What the costs of this pair are keyed by."""
+        return {"target": shape_of(self.target.spec), "draft": shape_of(self.draft.spec)}
 
     def rounds(
         self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None
@@ -105,7 +115,7 @@ class DecodeBench:
         row = {
             "bench": "decode",
             "card": torch.cuda.get_device_name(),
-            "model": "Qwen2.5-7B + Qwen2.5-0.5B shapes",
+            "model": self.model,
             "weights": "random",
             "dtype": "bfloat16",
             "context": self.context,
@@ -325,6 +335,7 @@ def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
               help="What to measure.")  # fmt: skip
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
+@click.option("--target", default="7b", type=click.Choice(list(TARGETS)), show_default=True, help="Shape of the target.")
 @click.option("--regimes", default="", help="Also the best of every mode for these, as CONTEXTxBATCH,...; `all` is the table.")
 @click.option("--acceptance", default="auto", type=click.Choice(["auto", "measured", "geometric"]), show_default=True)
 @click.option("--text", default="", help="Kind of text of the measured histograms. Default: all.")
@@ -333,7 +344,7 @@ def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
 @click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
 @click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
 def main(
-    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, regimes: str,
+    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, target: str, regimes: str,
     acceptance: str, text: str, peers: str, profile: str, output: Path, append: bool,
 ) -> None:  # fmt: skip
     """Decoding speed on one GPU, random weights, acceptance replayed."""
@@ -345,9 +356,9 @@ def main(
     with torch.inference_mode():
         began = time.perf_counter()
         most = max(size * (length + SLACK + 64) for length, size in [(context, b) for b in sizes] + cells)
-        bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most)
+        bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most, target)
         torch.cuda.synchronize()
-        plain = [row for row in earlier if row["mode"] == "ar" and row["weights"] == "random"]
+        plain = [row for row in earlier if row["mode"] == "ar" and row["model"] == bench.model]
         own = {(row["context"], row["batch"]): row["tokens_per_second"] for row in plain}
         bench.baseline.update(own)
         click.echo(f"models and caches made in {time.perf_counter() - began:.1f} s", err=True)

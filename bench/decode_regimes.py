@@ -1,141 +1,196 @@
 """Which mode wins where: the best of every mode for a context and a batch, from graph replays of the parts of a round.
 
 A part that grows with the number of rows (draft steps, rows of a verification) is measured at a few numbers and read off a
-line in between; a mode's best drafts and block are then chosen by tokens a second, as `--mode auto` does while it runs.
+line in between; a mode's best drafts and block are then chosen by tokens a second, as `--mode auto` does while it runs. The
+parts are in the rows of `ar`, from which `python -m bench costs` makes the cost model that `auto` begins with.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import click
 import torch
 
+from dustin.cost_model import Cell, PairCosts, Parts
+from dustin.errors import MemoryLimitError
 from dustin.triton_kernels.argmax_rows import argmax_rows
 
 if TYPE_CHECKING:
     from bench.decode import DecodeBench
     from bench.decode_rounds import Rounds
 
-TABLE = [(n, b) for n in (2048, 8192, 31744, 130048) for b in (1, 4, 8, 32) if n * b <= 8 * 131072]
-DENSE_ROWS, SPARSE_ROWS = (1, 3, 5, 9, 17), (3, 6)
-MOST_DRAFTS, MOST_ROUNDS = 8, 8
+# The most telling first, where time is short.
+CONTEXTS, BATCHES = (31744, 8192, 130048, 2048, 65536, 16384, 4096), (1, 4, 16, 32, 8, 2)
+# Rows of KV that a card of 141 GB holds for the 7B and the 0.5B shape beside their weights.
+MOST_TOKENS = 8 * 131072 + 8 * 1024
+TABLE = [(n, b) for n in CONTEXTS for b in BATCHES if n * b <= MOST_TOKENS]
+# Sizes between those of the table, to judge its interpolation by.
+BETWEEN = [(12288, 6), (24576, 3), (49152, 12)]
+DENSE_ROWS, SPARSE_ROWS, DRAFTS = (1, 3, 5, 9, 17, 33), (3, 6), (2, 6)
+WIDE_ROWS, WIDE_DRAFTS, WIDE_BUDGET = 6, 6, 1024
+MOST_DRAFTS, MOST_ROUNDS, MOST_BLOCK = 8, 12, 32
+# Rows of a rectification, and how many of them one pass takes: it is long, so that one run of it is timed.
+RECTIFY_INTERVAL, RECTIFY_ROWS = 256, 160
+MODES = ("ar", "dense", "exact", "rectified", "sparse")
 
 
 def cells_of(text: str) -> list[tuple[int, int]]:
-    """(context, batch) pairs of `2048x1,...`; `all` is the table of the README."""
-    if text == "all":
-        return TABLE
+    """(context, batch) pairs of `2048x1,...`; `all` is the table, `between` what its interpolation is held against."""
+    known = {"all": TABLE, "between": BETWEEN}
+    if text in known:
+        return known[text]
     return [tuple(int(n) for n in cell.split("x")) for cell in text.split(",") if cell]  # type: ignore[misc]
 
 
-class Line:
-    """Milliseconds by a count: straight lines between what was measured, the last one goes on."""
+class PartTimes:
+    """Milliseconds of the parts of a round in one cell, as dustin.cost_model.Cell has them: part -> count -> milliseconds."""
 
-    def __init__(self, points: dict[int, float]) -> None:
-        self.points = dict(sorted(points.items()))
+    def __init__(self, bench: DecodeBench, batch: int) -> None:
+        self._bench, self._batch = bench, batch
+        # One pair of caches: two would not fit in the pool.
+        self._sides = bench.sides(batch)
 
-    def __call__(self, count: float) -> float:
-        known = list(self.points.items())
-        if len(known) == 1:
-            return known[0][1] * count / known[0][0]
-        pairs = list(zip(known, known[1:], strict=False))
-        (a, low), (b, high) = next((pair for pair in pairs if count <= pair[1][0]), pairs[-1])
-        return low + (high - low) * (count - a) / (b - a)
+    def all(self) -> dict[str, dict[str, float]]:
+        """Every part, and `rectify` by rows."""
+        found = {**self.drafting(), **self.verifying(), **self.choosing(), **self.checking()}
+        return {part: {str(n): round(took, 3) for n, took in points.items()} for part, points in found.items()}
 
+    def drafting(self) -> dict[str, dict[int, float]]:
+        """The draft's steps: on a sparse cache, on a wider one, on all of it."""
+        return {
+            "draft": {n: self._ms(self._state(True, n).propose) for n in DRAFTS},
+            "wide_draft": {WIDE_DRAFTS: self._ms(self._state(True, WIDE_DRAFTS, WIDE_BUDGET).propose)},
+            "dense_draft": {3: self._ms(self._state(False, 3).propose)},
+        }
 
-def _parts(bench: DecodeBench, batch: int) -> dict[str, Any]:
-    """Milliseconds of every part."""
-    from bench.decode import gpu_ms
+    def verifying(self) -> dict[str, dict[int, float]]:
+        """Sparse verifications by rows of a sequence."""
+        return {
+            "verify": {rows: self._verify_ms(rows) for rows in SPARSE_ROWS},
+            "wide_verify": {WIDE_ROWS: self._verify_ms(WIDE_ROWS, WIDE_BUDGET)},
+        }
 
-    def ms(function: Callable[[], Any]) -> float:
-        captured = bench.capture(function)
-        took = gpu_ms(captured, 5)
+    def choosing(self) -> dict[str, dict[int, float]]:
+        """Scores of both models and the set."""
+        state = self._state(True, 4)
+        _, lookahead = state.propose()
+        return {"choose": {1: self._ms(lambda: state.select(*state.score(lookahead)))}}
+
+    def checking(self) -> dict[str, dict[int, float]]:
+        """Dense passes by rows of a sequence, and one as long as a rectification's, without a graph as the engine does it."""
+        state = self._state(True, 4)
+
+        def dense(rows: int, logits: str) -> Callable[[], object]:
+            tokens = torch.zeros(self._batch, rows, dtype=torch.int32, device=self._bench.device)
+            return partial(_check, state, tokens, torch.full_like(state.pending, rows), logits)
+
+        found = {"check": {rows: self._ms(dense(rows, "all")) for rows in DENSE_ROWS}}
+        return {**found, "rectify": {RECTIFY_ROWS: _timed(dense(RECTIFY_ROWS, "none"))}}
+
+    def _ms(self, function: Callable[[], Any]) -> float:
+        captured = self._bench.capture(function)
+        took = _timed(captured)
         del captured
         return took
 
-    # One pair of caches: two would not fit in the pool.
-    sides = bench.sides(batch)
-    drafts: dict[str, Line] = {}
-    for name, sparse in (("sparse", True), ("dense", False)):
-        points = {}
-        for gamma in (2, 6) if sparse else (3,):
-            state = bench.rounds(batch, sparse, sparse, gamma, sides)
-            points[gamma] = ms(state.propose)
-        drafts[name] = Line(points)
-    verify = {}
-    for rows in SPARSE_ROWS:
-        state = bench.rounds(batch, True, True, rows - 1, sides)
-        tokens = torch.zeros(batch, rows - 1, dtype=torch.int32, device=bench.device)
-        verify[rows] = ms(partial(_verify, state, tokens))
-    state = bench.rounds(batch, True, True, 4, sides)
-    _, lookahead = state.propose()
-    choose = ms(lambda: state.select(*state.score(lookahead)))
-    dense = {}
-    for rows in DENSE_ROWS:
-        tokens = torch.zeros(batch, rows, dtype=torch.int32, device=bench.device)
-        dense[rows] = ms(partial(_check, state, tokens, torch.full_like(state.pending, rows)))
-    lines = {"draft": drafts["sparse"], "dense_draft": drafts["dense"], "verify": Line(verify), "check": Line(dense)}
-    return {**lines, "choose": choose}
+    def _state(self, sparse: bool, drafts: int, budget: int = 0) -> Rounds:
+        bench, before = self._bench, self._bench.budget
+        bench.budget = budget or before
+        try:
+            return bench.rounds(self._batch, sparse, sparse, drafts, self._sides)
+        finally:
+            bench.budget = before
+
+    def _verify_ms(self, rows: int, budget: int = 0) -> float:
+        tokens = torch.zeros(self._batch, rows - 1, dtype=torch.int32, device=self._bench.device)
+        return self._ms(partial(_verify, self._state(True, rows - 1, budget), tokens))
+
+
+def _timed(function: Callable[[], Any]) -> float:
+    """Milliseconds of a call; short ones are repeated."""
+    from bench.decode import gpu_ms
+
+    took = gpu_ms(function, 1)
+    return took if took > 20 else gpu_ms(function, 5)
 
 
 def _verify(state: Rounds, tokens: torch.Tensor) -> object:
     return argmax_rows(state.verify(tokens)[0].flatten(0, 1))
 
 
-def _check(state: Rounds, tokens: torch.Tensor, fed: torch.Tensor) -> object:
-    logits, _ = state.dense_pass(tokens, state.target_lengths, fed, "all")
-    return None if logits is None else argmax_rows(logits.flatten(0, 1))
+def _check(state: Rounds, tokens: torch.Tensor, fed: torch.Tensor, logits: str) -> object:
+    made, _ = state.dense_pass(tokens, state.target_lengths, fed, logits)
+    return None if made is None else argmax_rows(made.flatten(0, 1))
 
 
-def _best(bench: DecodeBench, parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Mode -> its fastest setting: tokens and milliseconds of a round (exact: of a checked block)."""
-    a = bench.acceptance
-    found: dict[str, dict[str, Any]] = {"ar": {"tokens": 1.0, "ms": parts["check"](1)}}
+def parts_of(ms: dict[str, dict[str, float]], budget: int) -> Parts:
+    """What was measured in one cell, as the cost model reads it."""
+    return PairCosts({}, {}, budget, WIDE_BUDGET, (Cell(0, 0, ms),)).parts(0, 0)
 
-    def offer(mode: str, tokens: float, ms: float, **setting: Any) -> None:
-        if mode not in found or tokens / ms > found[mode]["tokens"] / found[mode]["ms"]:
-            found[mode] = {"tokens": tokens, "ms": ms, **setting}
+
+def best_settings(acceptance: Any, ms: dict[str, dict[str, float]], budget: int) -> dict[str, dict[str, Any]]:
+    """Mode -> its fastest setting: tokens and milliseconds of a round (exact: of a checked block; rectified: of an interval)."""
+    a, parts = acceptance, parts_of(ms, budget)
+    found: dict[str, dict[str, Any]] = {"ar": {"tokens": 1.0, "ms": parts.check(1)}}
+
+    def offer(mode: str, tokens: float, took: float, **setting: Any) -> None:
+        if mode not in found or tokens / took > found[mode]["tokens"] / found[mode]["ms"]:
+            found[mode] = {"tokens": tokens, "ms": took, **setting}
 
     for gamma in range(1, min(MOST_DRAFTS, a.most("sparse"), a.most("dense")) + 1):
-        check = parts["check"](gamma + 1)
-        brings = a.expected("dense", gamma)
-        offer("dense", brings, parts["dense_draft"](gamma) + check, num_draft_tokens=gamma, draft="dense")
-        sparse_draft = parts["draft"](gamma) + parts["choose"]
-        offer("dense", brings, sparse_draft + check, num_draft_tokens=gamma, draft="sparse")
-        tokens, ms = a.expected("sparse", gamma), sparse_draft + parts["verify"](gamma + 1)
-        offer("sparse", tokens, ms, num_draft_tokens=gamma)
+        sparse_draft = parts.draft(gamma) + parts.choose <= parts.dense_draft(gamma)
+        offer("dense", a.expected("dense", gamma), parts.dense_ms(gamma), num_draft_tokens=gamma,
+              draft="sparse" if sparse_draft else "dense")  # fmt: skip
+        tokens, took = a.expected("sparse", gamma), parts.sparse_ms(gamma, budget)
+        offer("sparse", tokens, took, num_draft_tokens=gamma)
+        if "rectify" in ms:
+            rows, pass_ms = next(iter(ms["rectify"].items()))
+            rounds = math.ceil(RECTIFY_INTERVAL / tokens)
+            total = rounds * took + pass_ms * rounds * tokens / int(rows)
+            offer("rectified", rounds * tokens, total, num_draft_tokens=gamma, rectify_interval=RECTIFY_INTERVAL)
         for rounds in range(1, MOST_ROUNDS + 1):
             block = math.floor(rounds * tokens)
-            if block <= min(24, a.most("check")):
-                total = rounds * ms + parts["check"](block + 1)
-                offer("exact", a.expected("check", block), total, num_draft_tokens=gamma, exact_block=block)
+            if block <= min(MOST_BLOCK, a.most("check")):
+                offer("exact", a.expected("check", block), rounds * took + parts.check_ms(block), num_draft_tokens=gamma,
+                      exact_block=block)  # fmt: skip
     return found
 
 
 def measure(bench: DecodeBench, context: int, batch: int) -> None:
-    """One row for each mode of a cell."""
+    """One row for each mode of a cell; a cell that does not fit is said to, and passed over."""
     before, bench.context = bench.context, context
+    began = time.perf_counter()
     try:
-        parts = _parts(bench, batch)
-        found = _best(bench, parts)
-        shown = {name: part.points if isinstance(part, Line) else part for name, part in parts.items()}
-        rounded = {
-            name: {str(n): round(ms, 3) for n, ms in part.items()} if isinstance(part, dict) else round(part, 3)
-            for name, part in shown.items()
-        }
-        winner = max(found, key=lambda mode: found[mode]["tokens"] / found[mode]["ms"])
-        for mode, best in found.items():
-            setting = {k: v for k, v in best.items() if k not in ("tokens", "ms")}
-            bench.record(
-                batch, mode, batch, best["ms"] / best["tokens"] / 1e3, regime=True, wins=mode == winner,
-                method="sum of graph replays of its parts", tokens_per_step=round(best["tokens"], 3), step_ms=round(best["ms"], 3),
-                budget=bench.budget, **setting, **({"parts_ms": rounded} if mode == "ar" else {}),
-                **({"acceptance_length": round(best["tokens"], 3)} if mode != "ar" else {}),
-            )  # fmt: skip
+        ms = PartTimes(bench, batch).all()
+        record(bench, batch, ms)
+        click.echo(f"{context} x {batch}: {time.perf_counter() - began:.1f} s", err=True)
+    except (MemoryLimitError, torch.OutOfMemoryError) as error:
+        click.echo(f"{context} x {batch} does not fit: {error}", err=True)
     finally:
         bench.context = before
         gc.collect()
+
+
+def record(bench: DecodeBench, batch: int, ms: dict[str, dict[str, float]]) -> None:
+    """The rows of a cell."""
+    found = best_settings(bench.acceptance, ms, bench.budget)
+    winner, lossless = (
+        max((m for m in found if m in among), key=lambda mode: found[mode]["tokens"] / found[mode]["ms"])
+        for among in (MODES, ("ar", "dense", "exact"))
+    )
+    for mode, best in found.items():
+        setting = {k: v for k, v in best.items() if k not in ("tokens", "ms")}
+        more: dict[str, Any] = {"acceptance_length": round(best["tokens"], 3)} if mode in ("dense", "sparse", "exact") else {}
+        if mode == "ar":
+            more = {"parts_ms": ms, "shapes": bench.shapes()}
+        bench.record(
+            batch, mode, batch, best["ms"] / best["tokens"] / 1e3, regime=True, wins=mode == winner,
+            wins_lossless=mode == lossless, method="sum of graph replays of its parts", tokens_per_step=round(best["tokens"], 3),
+            step_ms=round(best["ms"], 3), budget=bench.budget, wide_budget=WIDE_BUDGET, **setting, **more,
+        )  # fmt: skip

@@ -40,6 +40,7 @@ def qwen2_config(
 
 
 QWEN2_7B = qwen2_config(3584, 18944, 28, 28, 4, 152064)
+QWEN2_1_5B = qwen2_config(1536, 8960, 28, 12, 2, 151936, tied_embeddings=True)
 QWEN2_0_5B = qwen2_config(896, 4864, 24, 14, 2, 151936, tied_embeddings=True)
 
 

@@ -42,27 +42,29 @@ def test_measured_histograms_are_merged_by_kind_and_cut_at_the_drafts_asked_for(
         acceptance.measured(path, "speech")
 
 
-def test_lines_and_the_best_setting_of_a_mode():
+def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
     pytest.importorskip("triton")
     from bench import decode_regimes as regimes
 
-    line = regimes.Line({9: 18.0, 3: 6.0, 5: 12.0})
-    assert [line(n) for n in (3, 4, 5, 7, 17)] == [6.0, 9.0, 12.0, 15.0, 30.0]
-    assert regimes.Line({2: 4.0})(3) == 6.0
+    def parts(draft: float, choose: float, rectify: float = 100.0) -> dict[str, dict[str, float]]:
+        return {
+            "draft": {"2": 2 * draft, "6": 6 * draft}, "dense_draft": {"3": 9.0}, "verify": {"3": 3.0, "9": 5.0},
+            "check": {"1": 10.0, "33": 12.0}, "choose": {"1": choose}, "rectify": {"160": rectify},
+        }  # fmt: skip
 
-    class Bench:
-        acceptance = acceptance.geometric()
-
-    def parts(draft: float, choose: float) -> dict[str, object]:
-        flat = regimes.Line({1: 10.0, 33: 12.0})
-        drafts = {"draft": regimes.Line({2: 2 * draft, 6: 6 * draft}), "dense_draft": regimes.Line({3: 9.0})}
-        return {**drafts, "verify": regimes.Line({3: 3.0, 9: 5.0}), "check": flat, "choose": choose}
-
-    cheap = regimes._best(Bench(), parts(0.1, 0.2))
+    replayed = acceptance.geometric()
+    cheap = regimes.best_settings(replayed, parts(0.1, 0.2), 512)
     assert cheap["ar"] == {"tokens": 1.0, "ms": 10.0}
     assert cheap["dense"]["draft"] == "sparse"
-    assert cheap["sparse"]["tokens"] / cheap["sparse"]["ms"] > cheap["exact"]["tokens"] / cheap["exact"]["ms"]
+
+    def speed(cell: dict[str, dict[str, float]], mode: str) -> float:
+        return cell[mode]["tokens"] / cell[mode]["ms"]
+
+    assert speed(cheap, "sparse") > speed(cheap, "rectified") > speed(cheap, "exact")
+    # A slow dense pass costs the rectified mode alone.
+    slow = regimes.best_settings(replayed, parts(0.1, 0.2, rectify=1000.0), 512)
+    assert speed(slow, "rectified") < speed(cheap, "rectified") and slow["sparse"] == cheap["sparse"]
     # A costly choice of the set: the draft reads everything instead, and drafts less.
-    dear = regimes._best(Bench(), parts(0.1, 50.0))
+    dear = regimes.best_settings(replayed, parts(0.1, 50.0), 512)
     assert dear["dense"]["draft"] == "dense"
     assert dear["dense"]["num_draft_tokens"] < cheap["dense"]["num_draft_tokens"]
