@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# Graphs made while ranks are joined: collectives may be in them.
+_shared: weakref.WeakSet[Captured] = weakref.WeakSet()
 
 
 def graphs_enabled(device: torch.device) -> bool:
@@ -38,7 +42,10 @@ class Captured:
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
         # A group's watchdog thread queries events, which a capture forbids to all threads unless told otherwise.
-        mode = "thread_local" if torch.distributed.is_available() and torch.distributed.is_initialized() else "global"
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        mode = "thread_local" if joined else "global"
+        if joined:
+            _shared.add(self)
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode):
             self.outputs = function()
         self.seconds = time.perf_counter() - began
@@ -48,9 +55,20 @@ class Captured:
         """The memory pool of the graph, to be shared with others of the same model (None when eager)."""
         return self._graph.pool() if self._graph is not None else None
 
+    def drop(self) -> None:
+        """Give the graph up; later calls run the function."""
+        self._graph = self.outputs = None
+
     def __call__(self) -> Any:
         """Replay (or run, with graphs off) and return the outputs."""
         if self._graph is None:
             return self._function()
         self._graph.replay()
         return self.outputs
+
+
+def drop_shared() -> None:
+    """Give up every graph that may hold collectives: NCCL ends a communicator only when no graph knows it any more."""
+    for captured in list(_shared):
+        captured.drop()
+    _shared.clear()

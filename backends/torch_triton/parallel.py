@@ -97,10 +97,6 @@ def forward_part(
     out = local.forward(tokens, values["num_tokens"], cache, token_set=token_set, tap=own, logits=values["logits"])
     if tap is None or not tap.heads:
         return out
-    if ranks.rank:
-        if out.queries:
-            ranks.give(torch.cat([out.queries[layer] for layer in sorted(out.queries)], 2))
-        return out
     return ForwardResult(out.logits, _assemble(ranks, spec, tap, out.queries, tokens, local))
 
 
@@ -110,21 +106,23 @@ def _assemble(
     """layer -> [B, R, S, D] on rank 0 from every rank's heads."""
     batch, rows = tokens.shape[0], 1 if tap.last_row_only else tokens.shape[1]
     share = spec.num_heads // ranks.size
-    found: dict[int, dict[int, torch.Tensor]] = {layer: {} for layer in tap.heads}
-    for rank in range(ranks.size):
-        held = own_heads(tap.heads, rank, share)
-        if not held:
-            continue
-        if rank == 0:
-            parts = [own[layer] for layer in sorted(held)]
-        else:
-            count = sum(len(some) for some in held.values())
-            like = torch.empty(batch, rows, count, spec.head_dim, dtype=local.dtype, device=local.device)
-            parts = list(ranks.take_from(rank, like).split([len(held[layer]) for layer in sorted(held)], 2))
-        for layer, part in zip(sorted(held), parts, strict=True):
-            for i, head in enumerate(held[layer]):
-                found[layer][rank * share + head] = part[:, :, i]
-    return {layer: torch.stack([found[layer][head] for head in some], 2) for layer, some in tap.heads.items()}
+    held = [own_heads(tap.heads, rank, share) for rank in range(ranks.size)]
+    # Every rank sends as many heads as the one with the most, layer after layer.
+    most = max(sum(len(some) for some in heads.values()) for heads in held)
+    sent = torch.zeros(batch, rows, most, spec.head_dim, dtype=local.dtype, device=local.device)
+    if own:
+        mine = torch.cat([own[layer] for layer in sorted(own)], 2)
+        sent[:, :, : mine.shape[2]] = mine
+    everyone = ranks.gather(sent)
+    if ranks.rank:
+        return {}
+    places = {
+        (layer, rank * share + head): (rank, at)
+        for rank, heads in enumerate(held)
+        for at, (layer, head) in enumerate((layer, head) for layer in sorted(heads) for head in heads[layer])
+    }
+    chosen = {layer: [places[layer, head] for head in some] for layer, some in tap.heads.items()}
+    return {layer: torch.stack([everyone[rank, :, :, at] for rank, at in some], 2) for layer, some in chosen.items()}
 
 
 def partial_scores(
@@ -154,7 +152,7 @@ def partial_scores(
         mass = torch.where(outside, 0.0, mass * weight)
     else:
         mass = torch.zeros(len(lengths), values["columns"], device=ranks.device)
-    summed = ranks.sum_on_first(mass)
+    summed = ranks.sum(mass)
     columns = summed.shape[1]
     if within is not None:
         used = torch.arange(within.indices.shape[1], device=summed.device)[None] < within.counts[:, None]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dustin.backends.common.mirror import Mailbox, Mirrored, Problem, RankCache, collect, next_number, raise_first, set_of_order
+from dustin.backends.common.mirror import Mailbox, Mirrored, RankCache, collect, next_number, raise_first, set_of_order
 from dustin.backends.torch_triton import loading
 from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.model import TorchModel
@@ -148,12 +148,12 @@ def create(device: str = "auto") -> TorchBackend:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     with ranks.together(DustinError):
         ranks.order("open", {"device": kind, "first": []})
-        raise_first(ranks.agree(_open(ranks, kind)[1]))
+        _open(ranks, kind)
     return _first(ranks)
 
 
-def _open(ranks: Ranks, kind: str) -> tuple[Any, Problem]:
-    """Take this rank's device."""
+def _open(ranks: Ranks, kind: str) -> torch.device:
+    """Take this rank's device. Raise on every rank what any rank met, naming that rank."""
 
     def take() -> torch.device:
         if kind == "cpu":
@@ -165,9 +165,10 @@ def _open(ranks: Ranks, kind: str) -> tuple[Any, Problem]:
         return torch.device("cuda", number)
 
     device, problem = attempt(take)
-    if device is not None:
-        ranks.open(device)
-    return device, problem
+    # Making the group waits for all ranks, so one that has no device says so first.
+    raise_first(ranks.agree(problem))
+    ranks.open(device)
+    return device
 
 
 def follow() -> None:
@@ -177,8 +178,10 @@ def follow() -> None:
         with ranks.guard():
             Follower(ranks).run()
     except RankError:
+        ranks.drop_graphs()
         raise
     except Exception as error:
+        ranks.drop_graphs()
         ranks.failed(f"{type(error).__name__}: {error}")
         raise RankError(f"rank {ranks.rank} failed: {type(error).__name__}: {error}") from error
     leave()
@@ -206,10 +209,13 @@ class Follower:
 
     def _do(self, what: str, values: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         if what == "open":
-            device, problem = _open(self._ranks, values["device"])
-            if not any(self._ranks.agree(problem)):
-                local, self._make = _backends(device)
-                self._backend = local(device)
+            try:
+                device = _open(self._ranks, values["device"])
+            except DustinError:
+                # Rank 0 raises the same and decides how to go on.
+                return
+            local, self._make = _backends(device)
+            self._backend = local(device)
             return
         if what == "load":
             try:

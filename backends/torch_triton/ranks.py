@@ -24,8 +24,8 @@ from dustin.errors import RankError, UsageError
 _HEADER = 4096
 _IDLE = timedelta(days=365)
 _BEAT_SECONDS = 0.5
-# What rank 0 waits for the others to see that it has cut a step short.
-_CUT_SECONDS = 3.0
+# What rank 0 waits for the others to see that it has cut a step short, and any rank for its group to end.
+_CUT_SECONDS, _LEAVE_SECONDS = 3.0, 10.0
 # Words by which a failed collective is known; torch raises plain RuntimeErrors.
 _PEER_ERRORS = ("gloo", "NCCL", "Connection", "Timed out", "timeout", "Broken pipe")
 
@@ -50,6 +50,13 @@ def time_limit() -> float:
     if not 1 <= seconds <= 1e6:
         raise UsageError(f"DUSTIN_TP_TIMEOUT is {text!r}, expected seconds from 1 to 1000000")
     return seconds
+
+
+def gather_into_one(parts: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+    """Fill parts [size, ...] with every rank's x, over NCCL."""
+    # Newer versions of torch rename the one to the other.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(parts, x, group=group)
 
 
 class Ranks:
@@ -96,26 +103,20 @@ class Ranks:
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 [R, size * n] from every rank's [R, n], in order of ranks; elsewhere x itself."""
-        x = x.contiguous()
         if not x.numel():
             return x.new_zeros(len(x), self.size * x.shape[1])
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x, parts, dst=0, group=self._data)
-        return x if parts is None else torch.cat(parts, -1)
+        parts = self.gather(x)
+        return x if self.rank else parts.transpose(0, 1).reshape(len(x), -1)
 
-    def sum_on_first(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, valid on rank 0 alone."""
-        dist.reduce(x, dst=0, group=self._data)
-        return x
-
-    def give(self, x: torch.Tensor) -> None:
-        """Send x to rank 0."""
-        dist.send(x.contiguous(), 0, group=self._data)
-
-    def take_from(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """What `rank` gives: a tensor of the shape of `like`, which is overwritten."""
-        dist.recv(like, rank, group=self._data)
-        return like
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] of every rank's x."""
+        parts, x = x.new_empty(self.size, *x.shape), x.contiguous()
+        if x.is_cuda:
+            # All ranks get them: NCCL has one kernel for it, where a gather to one rank is a send for each pair.
+            gather_into_one(parts, x, self._data)
+        else:
+            dist.all_gather(list(parts.unbind(0)), x, group=self._data)
+        return parts
 
     # Orders of rank 0.
 
@@ -218,11 +219,26 @@ class Ranks:
     def close(self) -> None:
         """Leave the group in good order."""
         self._watch.stop()
+        self.drop_graphs()
         if self.broken is not None:
             # A collective that will never end is not waited for.
             return
-        with suppress(RuntimeError):
-            dist.destroy_process_group()
+        # NCCL waits without a limit for whatever still holds a communicator.
+        ending = threading.Thread(target=_destroy, daemon=True, name="leave ranks")
+        ending.start()
+        ending.join(_LEAVE_SECONDS)
+
+    def drop_graphs(self) -> None:
+        """Give up the CUDA graphs, which keep their communicator from ending."""
+        if self.device.type == "cuda":
+            from dustin.backends.torch_triton.cuda_graphs import drop_shared
+
+            drop_shared()
+
+
+def _destroy() -> None:
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
 
 
 _joined: list[Ranks] = []
