@@ -1,4 +1,7 @@
-"""One rank of a test run: rank 0 generates in several modes and prints JSON, the others follow. Not a test by itself."""
+"""One rank of a test run: rank 0 generates in several modes and prints JSON, the others follow. Not a test by itself.
+
+DRIVER_DEVICE and DRIVER_BACKEND choose where; DRIVER_ALONE makes a single process a group of one rank.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,12 @@ def main() -> None:
         from dustin.backends.torch_triton.cuda_backend import CudaBackend
 
         registry.create = lambda *_: CudaBackend(torch.device("cpu"))  # type: ignore[assignment]
-    session = dustin.load(target, draft, dtype="float32", device="cpu", backend=os.environ.get("DRIVER_BACKEND", "torch"))
+    if alone := "DRIVER_ALONE" in os.environ:
+        from dustin.backends.torch_triton import parallel_run
+
+        registry.create = lambda _, device: parallel_run.create(device)  # type: ignore[assignment]
+    device, backend = os.environ.get("DRIVER_DEVICE", "cpu"), os.environ.get("DRIVER_BACKEND", "torch")
+    session = dustin.load(target, draft, dtype="float32", device=device, backend=backend)
     for name in names:
         sampling = SamplingOptions(temperature=1.0, seed=5) if name.endswith("sampled") else SamplingOptions()
         session.options = EngineOptions(**CASES[name.removesuffix("-sampled")])
@@ -65,7 +73,7 @@ def main() -> None:
         results = session.batch_generate(prompts, RequestOptions(max_tokens=tokens, ignore_eos=True, sampling=sampling))
         found[name] = [result.tokens for result in results]
     print(json.dumps(found), flush=True)
-    if launch.kind():
+    if launch.kind() or alone:
         registry.leave_ranks()
 
 
