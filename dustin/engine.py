@@ -134,12 +134,15 @@ class Engine:
         mode = self.chosen.mode
         self.stats.mode_rounds[mode] += 1
         self.looks = []
-        if mode == "exact":
-            events = exact_block(self)
-        else:
-            events = self._round(mode)
-            if mode == "rectified":
-                self._rectify()
+        read = self.stats.kv_bytes_read, self.stats.draft_kv_bytes_read
+        try:
+            events = exact_block(self) if mode == "exact" else self._round(mode)
+        except BaseException:
+            # Ctrl-C: what was read for tokens that nobody gets is no share of what reading them densely costs.
+            self.stats.kv_bytes_read, self.stats.draft_kv_bytes_read = read
+            raise
+        if mode == "rectified":
+            self._rectify()
         elapsed = time.perf_counter() - began
         self.stats.decode_seconds += elapsed
         if self.planner is not None:
@@ -272,14 +275,15 @@ class Engine:
             accepted = host.num_accepted[row.row]
             if count:
                 self.count_drafts(row, drafts.num_drafts[row.row], accepted)
-            if row.committed > row.prompt_length:  # The first token belongs to the prefill.
-                # The pending token's own row is not yet in the cache, here as in _count_verification.
-                self.stats.kv_bytes_dense += self._kv_bytes(sum(row.committed - 1 + i for i in range(accepted + 1)))
+            before = row.committed
             logprobs = host.logprobs[row.row] if host.logprobs else None
             committed = row.commit(host.tokens[row.row][: accepted + 1], accepted, logprobs)
             self.stats.generated_tokens += len(committed)
             events += committed
-            if dense and row.dense_rows >= row.committed - len(committed) - 1:
+            if before > row.prompt_length:  # The first token belongs to the prefill.
+                # The pending token's own row is not yet in the cache, here as in _count_verification.
+                self.stats.kv_bytes_dense += self._kv_bytes(sum(range(before - 1, row.committed - 1)))
+            if dense and row.dense_rows >= before - 1:
                 row.dense_rows = row.committed - 1
         self.stats.rounds += 1
         self.roll_back()

@@ -80,7 +80,7 @@ class Stats:
         return self.kv_bytes_read / self.kv_bytes_dense if self.kv_bytes_dense else 0.0
 
     def summary_lines(self) -> list[str]:
-        """Lines for people, for stderr."""
+        """Lines for people, for stderr: of drafter, selector and heads only where a round could use them."""
         reused = f" ({self.reused_prompt_tokens} of them reused)" if self.reused_prompt_tokens else ""
         lines = [
             f"prompt: {self.prompt_tokens} tokens{reused}, {self.prompt_tps:.1f} tok/s",
@@ -89,12 +89,13 @@ class Stats:
         ]
         how = f"mode {self.mode}"
         if self.mode == "auto":
-            how += " (" + ", ".join(f"{mode} {count}" for mode, count in self.mode_rounds.most_common()) + " rounds)"
-        lines.append(f"{how}, drafter {self.drafter}, selector {self.selector}")
-        if self.plan:
+            how += " (" + (", ".join(f"{mode} {count}" for mode, count in self.mode_rounds.most_common()) or "no") + " rounds)"
+        plain = set(self.mode_rounds) <= {"ar"}
+        lines.append(how if plain else f"{how}, drafter {self.drafter}, selector {self.selector}")
+        if self.plan and self.plan["forecast_tokens_per_s"]:
             speeds = ", ".join(f"{text}: {speed:.1f}" for text, speed in self.plan["forecast_tokens_per_s"].items())
-            lines.append(f"auto: last plan {self.plan['plan']}" + (f"; tokens/s of a row it expects of {speeds}" if speeds else ""))
-        if self.scoring:
+            lines.append(f"auto: last plan {self.plan['plan']}; tokens/s of a row it expects of {speeds}")
+        if self.scoring and not plain:
             lines.append(f"scoring heads: {self.scoring}")
         if self.drafted:
             lines.append(

@@ -211,6 +211,29 @@ def test_stopping_while_the_prompt_is_read_keeps_what_was_read() -> None:
     assert [r.token for r in answer] == list(greedy(PROMPT, 9))
 
 
+@pytest.mark.parametrize("mode", ["ar", "sparse", "exact"])
+def test_an_answer_cut_short_counts_no_reads_of_tokens_it_does_not_have(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    one = session(mode=mode, drafter="none", budget=16, num_sink_tokens=2, num_recent_tokens=4, exact_block=4)
+    forward, calls = target().forward, 0
+
+    def interrupted(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 8:  # in mode exact in the midst of a block
+            raise KeyboardInterrupt
+        return forward(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target(), "forward", interrupted)
+    read, stats = [], None
+    with pytest.raises(KeyboardInterrupt):
+        for response in one.stream_generate(PROMPT, REQUEST):
+            stats = response.stats
+            read.append(stats.kv_bytes_read)
+    assert stats is not None and 0 < len(read) < REQUEST.max_tokens
+    assert stats.kv_bytes_read == read[-1] > 0
+    assert mode != "ar" or stats.kv_read_share == 1
+
+
 def test_a_conversation_never_asks_for_more_than_max_kv_size() -> None:
     warm = session(mode="ar", max_kv_size=60)
     warm.prefix_cache = True
