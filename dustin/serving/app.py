@@ -43,6 +43,12 @@ class Server:
         self.defaults = defaults
         self.names = names
         self.started = int(time.time())
+        self.answers: set[Answer] = set()
+
+    def stop(self) -> None:
+        """End every answer now, with an error its client can read, whatever the engine's thread is busy with."""
+        for answer in list(self.answers):
+            answer.stop()
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -251,8 +257,15 @@ class Answer(Response):
         super().__init__()
         self._server, self._ask, self._reply, self._inbox = server, ask, reply, inbox
 
+    def stop(self) -> None:
+        """The answer ends with what came so far, and the server's farewell."""
+        for choice in self._reply.choices:
+            choice.job.failure = failures.stopping()
+            self._inbox.put_nowait((choice, None))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
+        self._server.answers.add(self)
         write = asyncio.ensure_future(self._write(scope, receive, send))
         leave = asyncio.ensure_future(_until_disconnect(receive))
         try:
@@ -262,6 +275,7 @@ class Answer(Response):
             if not write.done():
                 write.cancel()
             leave.cancel()
+            self._server.answers.discard(self)
             self._server.scheduler.cancel([choice.job for choice in self._reply.choices])
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await write

@@ -63,6 +63,11 @@ def unavailable(message: str, code: str) -> RequestFailure:
     return RequestFailure(503, message, kind="server_error", code=code, headers={"Retry-After": "5"})
 
 
+def stopping() -> RequestFailure:
+    """503: this server ends."""
+    return unavailable("the server is stopping", "shutting_down")
+
+
 def timed_out(seconds: float) -> RequestFailure:
     """503 for a request that took too long. Repeating it would take as long again, and the client is told so."""
     return RequestFailure(

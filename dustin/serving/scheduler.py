@@ -16,7 +16,7 @@ from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.generation import Session
 from dustin.interfaces import TokenLogprobs
 from dustin.sequence import Event, Sequence, TextSink
-from dustin.serving.failures import RequestFailure, engine_failed, queue_full, timed_out, unavailable
+from dustin.serving.failures import RequestFailure, engine_failed, queue_full, stopping, timed_out, unavailable
 from dustin.serving.options import ServerOptions
 from dustin.slots import SlotEngine
 from dustin.stats import Stats
@@ -194,7 +194,7 @@ class Scheduler:
                 self._running.clear()
                 self._waiting.clear()
             for job in left:
-                self._end(job, "error", unavailable("the server is stopping", "shutting_down"))
+                self._end(job, "error", stopping())
             self.on_stop()
 
     def _open(self) -> None:
@@ -354,4 +354,4 @@ def _not_ready(state: str) -> RequestFailure:
         return unavailable("the model is being loaded", "loading")
     if state == "failed":
         return unavailable("the engine has failed and the server is stopping", "engine_failed")
-    return unavailable("the server is stopping", "shutting_down")
+    return stopping()

@@ -25,16 +25,20 @@ from dustin.serving.scheduler import Scheduler
 
 # What connections may take to close once every request has its answer, in seconds.
 _CLOSING = 5
+# What clients may take to read that the server stops, in seconds.
+_FAREWELL = 1.0
 _BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn with our end: the first signal drains, the second stops at once; neither kills the process half-way."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, server: Server) -> None:
         super().__init__(config)
         self.scheduler = scheduler
         self.signal: int | None = None
+        self._server = server
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of a signal. uvicorn would raise it again at the end."""
@@ -43,15 +47,31 @@ class HttpServer(uvicorn.Server):
             self.signal = sig
             self.should_exit = True
         else:
-            self.scheduler.abandon()
-            # What is cut now is cut on purpose: no tracebacks of cancelled tasks.
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            self.force_exit = True
+            loop, self._loop = self._loop, None
+            if loop is None:  # the third, or one before the loop runs
+                self.scheduler.abandon()
+                self.force_exit = True
+            else:
+                # A signal comes in the middle of anything: the loop does it when it may.
+                loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        """Tell the clients rather than hang up: the engine's thread may be in a long step."""
+        # What is cut now is cut on purpose: no tracebacks of cancelled tasks.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self.scheduler.abandon()
+        self._server.stop()
+        asyncio.get_running_loop().call_later(_FAREWELL, setattr, self, "force_exit", True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, let what runs finish within the drain timeout, end the rest with an error."""
         self.scheduler.drain()
-        limit = asyncio.get_running_loop().call_later(self.scheduler.options.drain_timeout, self.scheduler.abandon)
+        limit = asyncio.get_running_loop().call_later(self.scheduler.options.drain_timeout, self._stop)
         try:
             await super().shutdown(sockets)
         finally:
@@ -106,15 +126,16 @@ def prepare(load: Callable[[], Session], names: list[str], options: ServerOption
     scheduler = Scheduler(load, options, metrics)
     metrics.watch(scheduler)
     listening = listen(options.host, options.port)
+    server = Server(scheduler, metrics, options, defaults, names)
     config = uvicorn.Config(
-        Server(scheduler, metrics, options, defaults, names).app(),
+        server.app(),
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=math.ceil(options.drain_timeout) + _CLOSING,
     )
-    http = HttpServer(config, scheduler)
+    http = HttpServer(config, scheduler, server)
     # Also where the engine's thread ends by itself (a model that cannot be loaded).
     scheduler.on_stop = lambda: setattr(http, "should_exit", True)
     host, port = listening.getsockname()[:2]
