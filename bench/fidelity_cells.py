@@ -202,7 +202,7 @@ def answer(pair: Pair, context: int, per_document: int, at_once: int, ways: list
     """
     session = pair.session
     pair.settle(context)
-    asked = [(d, task) for d, document in enumerate(pair.documents) for task in document.tasks(context, per_document)]
+    asked = [(d, task) for d, document in enumerate(pair.documents) for task in document.tasks(context, per_document, d)]
     for start in range(0, len(asked), at_once):
         part = asked[start : start + at_once]
         caches = [reading.cache.take([d for d, _ in part]) for reading in pair.readings]

@@ -29,26 +29,31 @@ TASKS = {
     "speech": "List the measures that the speech above proposes, with the reason given for each.",
     "code": "Explain the last functions of the code above, one after the other, and add an example of each.",
 }
+# What each region has planted, by slot: facts twice, so that a dozen documents ask two dozen questions of that kind.
+PLANTED = (*fidelity_tasks.KINDS, "qa")
 # Planted statements keep this many tokens away from where a region begins: the text track reads on there.
 CLEAR = 320
 
 
 @dataclass
 class Document:
-    """`tokens` from the chat frame's opening on; `planted` lists (the context whose region holds its statements, task)."""
+    """`tokens` from the chat frame's opening on; `planted` are the tasks of each region by where it ends, slot by slot."""
 
     kind: str
     tokens: list[int]
-    planted: list[tuple[int, fidelity_tasks.Task]] = field(default_factory=list)
+    planted: dict[int, list[fidelity_tasks.Task]] = field(default_factory=dict)
 
     def prefix(self, context: int) -> list[int]:
         """The first `context` tokens."""
         return self.tokens[:context]
 
-    def tasks(self, context: int, count: int) -> list[fidelity_tasks.Task]:
-        """`count` tasks planted within the prefix, those planted last first."""
-        inside = [task for end, task in self.planted if end <= context]
-        return inside[::-1][:count]
+    def tasks(self, context: int, count: int, turn: int = 0) -> list[fidelity_tasks.Task]:
+        """`count` tasks planted within the prefix: one of every slot, then another of every slot, each time from another region,
+        so that what is asked for lies at all depths. `turn` is the region that the first slot begins with."""
+        regions = [tasks for end, tasks in self.planted.items() if end <= context]
+        rounds = range(len(regions))
+        order = [regions[(turn + slot + i) % len(regions)][slot] for i in rounds for slot in range(len(regions[0]))]
+        return order[:count]
 
 
 def make(tokenizer: Any, contexts: list[int], count: int, extra: int, seed: int) -> list[Document]:
@@ -75,17 +80,13 @@ def _document(
 ) -> Document:
     """Region by region: a region is its statements and as much of the text as leaves it its length."""
     tokens, _ = chat_frame(tokenizer, "")
-    words = fidelity_tasks.key_words(rng)
-    planted: list[tuple[int, fidelity_tasks.Task]] = []
+    words, things = fidelity_tasks.key_words(rng), fidelity_tasks.key_things(rng)
+    planted: dict[int, list[fidelity_tasks.Task]] = {}
     used = 0
     for context in contexts:
-        names = [*fidelity_tasks.KINDS, "single"] if context == contexts[-1] else list(fidelity_tasks.KINDS)
-        rng.shuffle(names)
-        tasks = []
-        for name in names:
-            if len(words) < 5:
-                words = fidelity_tasks.key_words(rng)
-            tasks.append(fidelity_tasks.make(name, rng, words))
+        if len(words) < 6:
+            words = fidelity_tasks.key_words(rng)
+        tasks = [fidelity_tasks.make(name, rng, words, things) for name in PLANTED]
         said = [[tokenizer.encode(f" {line}\n", add_special_tokens=False) for line in task.statements] for task in tasks]
         room = context - len(tokens) - sum(len(line) for lines in said for line in lines)
         if room < 64:
@@ -99,9 +100,20 @@ def _document(
             places = sorted(rng.sample(range(clear, room - clear), len(lines)))
             items += [(_sentence_end(tokenizer, part, at), line) for at, line in zip(places, lines, strict=True)]
         tokens = [*tokens, *fidelity_tasks.planted(part, items)]
-        planted += [(context, task) for task in tasks]
+        planted[context] = tasks
     tokens += body[used : used + longest - len(tokens)]
     return Document(kind, tokens, planted)
+
+
+def word_lists(tokenizer: Any, context: int, count: int, seed: int) -> list[Document]:
+    """`count` documents of `context` tokens that are numbered lists of words, each with the question for its common words."""
+    made = []
+    for number in range(count):
+        # An entry has two tokens or more: its number and its word.
+        text, task = fidelity_tasks.common_words(random.Random(f"{seed} {number} list"), context // 2)
+        tokens = [*chat_frame(tokenizer, "")[0], *tokenizer.encode(text, add_special_tokens=False)]
+        made.append(Document("list", tokens[:context], {0: [task]}))
+    return made
 
 
 def _sentence_end(tokenizer: Any, body: list[int], at: int) -> int:

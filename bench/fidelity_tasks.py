@@ -2,7 +2,7 @@
 
 Kinds: `single` (one needle), `multikey` (four needles of one form, one asked for), `multivalue` (three values of one key),
 `variables` (a chain of assignments), `qa` (an invented fact, asked for in other words), and, as documents of their own,
-`common words`. None of these is LongBench or RULER; numbers made with them carry no such name.
+`common words` (lists that fill the context). None of these is LongBench or RULER; numbers made with them carry no such name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ _NOUNS = (
 )  # fmt: skip
 _NAMES = ("Aldous", "Brigitte", "Cosmo", "Delphine", "Ezra", "Fenella", "Gideon", "Henrike", "Ignatius", "Juno", "Kasimir")
 _PLACES = ("Aarhus", "Bergen", "Cremona", "Dundee", "Esztergom", "Funchal", "Ghent", "Hobart", "Innsbruck", "Jaipur", "Leiden")
-_THINGS = ("astrolabe", "stamp album", "cello", "beehive", "telescope", "chess set", "weathervane", "sleigh", "harpsichord")
+_THINGS = (
+    "astrolabe", "stamp album", "cello", "beehive", "telescope", "chess set", "weathervane", "sleigh", "harpsichord", "sundial",
+    "music box", "rowing boat",
+)  # fmt: skip
+# A common word occurs this many times as often as another of its list.
+OFTEN = 10
 # (statement, question); `{place}` is the answer.
 _FACTS = (
     (
@@ -60,8 +65,9 @@ def _number(rng: random.Random) -> str:
     return str(rng.randrange(1_000_000, 10_000_000))
 
 
-def make(kind: str, rng: random.Random, words: list[str]) -> Task:
-    """A task of the kind; it takes its key words out of `words`, so that no two tasks of a document share one."""
+def make(kind: str, rng: random.Random, words: list[str], things: list[str] | None = None) -> Task:
+    """A task of the kind; it takes its key words out of `words` and the thing of its fact out of `things`, so that no two tasks
+    of a document share one (without `things` any)."""
     if kind in ("single", "multikey"):
         keys = [words.pop() for _ in range(4 if kind == "multikey" else 1)]
         numbers = [_number(rng) for _ in keys]
@@ -82,7 +88,8 @@ def make(kind: str, rng: random.Random, words: list[str]) -> Task:
         return Task(kind, said, asked, names)
     if kind == "qa":
         statement, question = rng.choice(_FACTS)
-        slots = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS), "place": rng.choice(_PLACES)}
+        thing = things.pop() if things else rng.choice(_THINGS)
+        slots = {"name": rng.choice(_NAMES), "thing": thing, "place": rng.choice(_PLACES)}
         asked = question.format(**slots) + " Answer in one short sentence."
         return Task(kind, (statement.format(**slots),), asked, (slots["place"],))
     raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
@@ -90,21 +97,26 @@ def make(kind: str, rng: random.Random, words: list[str]) -> Task:
 
 def key_words(rng: random.Random) -> list[str]:
     """All key words in random order."""
-    words = list(_NOUNS)
-    rng.shuffle(words)
-    return words
+    return rng.sample(_NOUNS, len(_NOUNS))
+
+
+def key_things(rng: random.Random) -> list[str]:
+    """All things that facts are about, in random order."""
+    return rng.sample(_THINGS, len(_THINGS))
 
 
 def common_words(rng: random.Random, size: int, count: int = 3) -> tuple[str, Task]:
-    """A numbered list of about `size` words in which `count` occur often and the others a few times; the question asks for them."""
+    """A numbered list of `size` words in which each of `count` occurs OFTEN times as often as any other; the question asks for
+    them. Common words are spread evenly, so a leading part of the list has the same answer."""
     pool = [a + b for a in _NOUNS for b in ("", "-maker", " box", " keeper")]
     rng.shuffle(pool)
     often, rare = pool[:count], pool[count:]
-    entries = [word for word in often for _ in range(max(8, size // 12))]
+    entries: list[str] = []
     while len(entries) < size:
-        entries += rng.sample(rare, min(len(rare), size - len(entries)))
-    rng.shuffle(entries)
-    text = " ".join(f"{i + 1}. {word}" for i, word in enumerate(entries))
+        part = [*rare, *(word for word in often for _ in range(OFTEN))]
+        rng.shuffle(part)
+        entries += part
+    text = " ".join(f"{i + 1}. {word}" for i, word in enumerate(entries[:size]))
     asked = f"Which {count} words occur most often in the list above? Answer with the {count} words alone."
     return text, Task("common words", (), asked, tuple(often))
 

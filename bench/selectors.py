@@ -10,9 +10,11 @@ from typing import Any
 
 import click
 
-from bench import fidelity, rows
+from bench import rows
 from bench.fidelity_cells import Cell, Pair, chat_replay
 from bench.fidelity_documents import make
+from bench.fidelity_plan import compared_profiles
+from bench.fidelity_run import Bench
 from bench.tables import markdown
 from dustin.config import SELECTORS
 
@@ -51,8 +53,8 @@ def main(**opts: Any) -> None:
     if session.draft is None and (left_out := {"dustin", "lookahead", "specattn"} & set(names)):
         click.echo(f"without a draft model there is no lookahead: {', '.join(sorted(left_out))} left out", err=True)
         names = [name for name in names if name not in left_out]
-    profiles = fidelity._profiles(session, opts)
-    bench = fidelity.Bench(session, opts, profiles)
+    profiles = compared_profiles(session, opts | {"profile": [opts["profile"]]})
+    bench = Bench(session, opts, profiles)
     documents = make(session.tokenizer, [opts["context"]], opts["documents"], opts["tokens"] + 8, opts["seed"])
     bench.documents = documents
     pair = Pair(session, documents, opts["context"], opts["tokens"] + 128, 512, 0)

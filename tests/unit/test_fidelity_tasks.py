@@ -41,11 +41,38 @@ def test_every_asked_statement_lies_in_the_prefix(documents) -> None:
         for context in (4000, 9000):
             text = Letters().decode(document.prefix(context))
             asked = document.tasks(context, 99)
-            assert len(asked) >= len(fidelity_tasks.KINDS)
+            assert len(asked) == len(fidelity_documents.PLANTED) * (1 if context == 4000 else 2)
             for task in asked:
                 assert all(statement in text for statement in task.statements)
                 # Numbers and names answer the question; a chain's later variables are only named in the text.
                 assert all(answer in text for answer in task.answers)
+
+
+def test_a_dozen_questions_hold_every_kind_from_every_region(documents) -> None:
+    for turn, document in enumerate(documents):
+        asked = document.tasks(9000, len(fidelity_documents.PLANTED), turn)
+        assert Counter(task.kind for task in asked) == Counter(fidelity_documents.PLANTED)
+        early = [task in document.planted[4000] for task in asked]
+        assert sum(early) == len(early) // 2
+
+
+def test_no_two_facts_of_a_document_are_about_one_thing(documents) -> None:
+    for document in documents:
+        asked = [task.question for task in document.tasks(9000, 99)]
+        assert len(asked) == len(set(asked))
+        facts = [task for task in document.tasks(9000, 99) if task.kind == "qa"]
+        things = [thing for thing in fidelity_tasks._THINGS for task in facts if thing in task.question]
+        assert len(things) == len(set(things)) == 4
+
+
+def test_lists_of_words_keep_their_answer_when_cut() -> None:
+    for document in fidelity_documents.word_lists(Letters(), 24_000, 2, seed=3):
+        assert len(document.tokens) == 24_000
+        (task,) = document.tasks(6000, 9)
+        for context in (8000, 24_000):
+            text = Letters().decode(document.prefix(context))
+            counts = Counter(re.findall(r"\d+\. ([a-z -]+?)(?= \d+\.|$)", text))
+            assert {word for word, _ in counts.most_common(3)} == set(task.answers)
 
 
 def test_short_prefixes_are_not_asked_what_lies_beyond(documents) -> None:
