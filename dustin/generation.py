@@ -241,7 +241,10 @@ class Session:
         """The pair's scoring heads: its profile's, or the heuristic."""
         key = (options.profile, options.drafter == "draft")
         if key not in self._scorings:
-            self._scorings[key] = scoring_of(options, self.target.spec, self.draft.spec if key[1] and self.draft else None)
+            scoring = scoring_of(options, self.target.spec, self.draft.spec if key[1] and self.draft else None)
+            if getattr(self.backend, "scores_all", False):
+                scoring = replace(scoring, refresh=1)
+            self._scorings[key] = scoring
         return self._scorings[key]
 
     def _drafter(self, options: EngineOptions, stats: Stats, scoring: Scoring) -> Drafter:

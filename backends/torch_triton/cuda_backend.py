@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from dustin.backends.torch_triton import loading, sampling
 from dustin.backends.torch_triton.backend import TorchBackend
@@ -34,6 +35,12 @@ class CudaBackend(TorchBackend):
 
     # The selection kernel is compiled for every budget and share: calibration, which tries many once, goes without it.
     plain_selection = False
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether all tokens are scored each round, whatever pool a profile names: the kernel reads every key of a few heads in
+        less time than it takes to gather a pool's. Studies of what a pool loses, which select plainly, keep it."""
+        return not self.plain_selection
 
     def load(self, source: Path, *, dtype: str = "auto", role: str = "target") -> CudaModel:  # type: ignore[override]
         """A model from a folder of safetensors or a .gguf file. Raise ModelError with the reason, UsageError on a bad dtype."""
@@ -98,6 +105,12 @@ class CudaBackend(TorchBackend):
                 target_scores, draft_scores, lengths, budget=budget, num_sink_tokens=num_sink_tokens,
                 num_recent_tokens=num_recent_tokens, num_draft_selected=num_draft_selected,
             )  # fmt: skip
+        if target_scores is not None and draft_scores is not None and target_scores.shape != draft_scores.shape:
+            # Scores kept from rounds before, or of a pool, are wider or narrower; what lies beyond the lengths is never chosen.
+            columns = max(target_scores.shape[1], draft_scores.shape[1])
+            target_scores, draft_scores = (
+                F.pad(scores, (0, columns - scores.shape[1]), value=float("-inf")) for scores in (target_scores, draft_scores)
+            )
         indices, counts = select_tokens(
             target_scores, draft_scores, self._ints(lengths), budget=budget, num_sink_tokens=num_sink_tokens,
             num_recent_tokens=num_recent_tokens, num_draft_selected=num_draft_selected,

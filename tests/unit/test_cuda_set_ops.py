@@ -135,3 +135,37 @@ def test_plain_selection_chooses_the_same(sides):
         sets.append(backend.select(scores, scores.flip(1).nan_to_num(neginf=0.0), cache.lengths, **quota))
     backend.plain_selection = False
     assert torch.equal(sets[0].indices, sets[1].indices) and torch.equal(sets[0].counts, sets[1].counts)
+
+
+@interpreted
+def test_scores_of_different_widths_select_alike(sides):
+    backend, model, cache, queries, tap = sides[1]
+    scores = backend.score(queries, tap, model, cache, cache.lengths)
+    assert scores.shape[1] > max(cache.lengths)
+    quota = {"budget": 30, "num_sink_tokens": 3, "num_recent_tokens": 9, "num_draft_selected": 7}
+    other = scores.flip(1).nan_to_num(neginf=0.0)
+    want = backend.select(scores, other, cache.lengths, **quota)
+    for first, second in ((scores[:, : max(cache.lengths)], other), (scores, other[:, : max(cache.lengths)])):
+        found = backend.select(first, second, cache.lengths, **quota)
+        assert torch.equal(found.indices, want.indices) and torch.equal(found.counts, want.counts)
+
+
+@interpreted
+def test_a_profile_s_pool_is_left_out_where_scoring_all_tokens_costs_less(sides):
+    from dataclasses import replace
+
+    from dustin.config import EngineOptions
+    from dustin.generation import Session
+    from dustin.profile_file import scoring_of
+
+    for backend, model, *_ in sides:
+        for plain in (False, True):
+            if hasattr(backend, "plain_selection"):
+                backend.plain_selection = plain
+            session = Session(backend, model, None, EngineOptions(profile="auto"))
+            pooled = replace(scoring_of(session.options, model.spec, None), refresh=4)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("dustin.generation.scoring_of", lambda *_, pooled=pooled: pooled)
+                refresh = session._scoring(session.options).refresh
+            assert refresh == (1 if hasattr(backend, "plain_selection") and not plain else 4)
+    sides[1][0].plain_selection = False
