@@ -15,7 +15,7 @@ from dustin.scoring import Scoring
 
 NEEDLES = ("single", "multikey", "multivalue", "variables")
 BUDGETS = (128, 256, 512, 1024, 2048)
-PEERS = ("history", "lookahead", "streaming", "snapkv", "h2o", "quest", "specattn")
+PEERS = ("history", "lookahead", "streaming", "snapkv", "quest", "h2o", "specattn")
 TRACKS = ("tasks", "chat", "text", "acceptance", "further", "drift", "words")
 # Documents up to this length get a quarter of the budgets.
 SHORT = 2048
@@ -77,12 +77,12 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
         scoring = named_scoring(heads, session, profiles)
         return Way(f"{selector} {heads} {budget // part}", mode, selector, scoring, heads, budget // part)
 
+    # Where time runs out, what comes last is missing.
     made = [way("dustin", best, 512, "dense"), way("dustin", best, 512)]
     made += [way("dustin", name, 512) for name in dict.fromkeys([*profiles, "heuristic"]) if name not in (best, "srh")]
-    if not few:
-        made += [way("dustin", best, budget) for budget in (1024, 2048, 256, 128) if budget // part > 64]
     peers = [name for name in PEERS if session.draft is not None or name not in ("lookahead", "specattn")]
-    return made + [way(name, best, 512) for name in peers if not few or name in ("history", "lookahead", "streaming", "snapkv")]
+    made += [way(name, best, 512) for name in peers if not few or name in ("history", "lookahead", "streaming", "snapkv")]
+    return made + [way("dustin", best, budget) for budget in (1024, 2048, 256, 128) if budget // part > 64 and not few]
 
 
 def shares(contexts: list[int], began: float, seconds: float) -> Iterator[tuple[int, float]]:
