@@ -150,37 +150,18 @@ class Measured:
         }
 
 
-def sides(opts: dict[str, Any], source: Path, folder: Path | None) -> Iterator[tuple[str, list[str], int, str, str]]:
+def sides(
+    opts: dict[str, Any], source: Path, draft: Path | None, folder: Path | None
+) -> Iterator[tuple[str, list[str], int, str, str]]:
     """Name, command, port, path that answers when ready, and model name of every side; peers first."""
     python = sys.executable
     for peer in filter(None, opts["peers"].split(",")):
         port = free_port()
-        if peer == "transformers":
-            words = [
-                "-m",
-                "transformers.cli.transformers",
-                "serve",
-                "--port",
-                str(port),
-                "--device",
-                "cpu",
-                "--dtype",
-                opts["dtype"],
-            ]
+        if peer in ("transformers", "transformers-cb"):
+            words = ["-m", "transformers.cli.transformers", "serve", "--port", str(port)]
+            words += ["--device", opts["device"], "--dtype", opts["dtype"]]
+            words += ["--continuous-batching"] if peer == "transformers-cb" else []
             yield peer, [python, *words], port, "/health", str(folder)
-        elif peer == "transformers-cb":
-            words = [
-                "-m",
-                "transformers.cli.transformers",
-                "serve",
-                "--port",
-                str(port),
-                "--device",
-                "cpu",
-                "--dtype",
-                opts["dtype"],
-            ]
-            yield peer, [python, *words, "--continuous-batching"], port, "/health", str(folder)
         elif peer == "mlx-lm":
             yield peer, [python, "-m", "mlx_lm.server", "--model", str(folder), "--port", str(port)], port, "/health", str(folder)
         else:
@@ -188,47 +169,80 @@ def sides(opts: dict[str, Any], source: Path, folder: Path | None) -> Iterator[t
     for mode in opts["modes"].split(","):
         port = free_port()
         name, _, drafter = mode.partition("+")
-        words = ["-m", "dustin", "serve", "-m", str(source), "--port", str(port), "--dtype", opts["dtype"], "--device", "cpu"]
+        words = ["-m", "dustin", "serve", "-m", str(source), "--port", str(port)]
+        words += ["--device", opts["device"], "--dtype", opts["dtype"]]
+        if draft is not None and name != "ar" and drafter in ("", "draft"):
+            words += ["--draft-model", str(draft)]
+        words += ["--prefill-tokens", str(opts["prefill_tokens"])] if opts["prefill_tokens"] else []
         words += ["--slots", str(opts["clients"]), "--mode", name, "--max-kv-size", str(opts["context"] + opts["tokens"] + 256)]
         yield f"dustin {mode}", [python, *words, *(["--drafter", drafter] if drafter else [])], port, "/health", str(source)
 
 
-def chats(tokenizer: Any, context: int, count: int) -> list[str]:
-    """Different passages of a novel, each of about `context` tokens, with the same question after them."""
-    ids = [tokenizer.decode(passage) for passage in passages(tokenizer, context, count)]
-    return [text + "\n\nRetell this passage in your own words." for text in ids]
+def chats(tokenizer: Any, context: int, count: int, per_passage: int = 1) -> list[str]:
+    """Passages of a novel, each of about `context` tokens, and a question after it; `per_passage` chats begin with the same one."""
+    ids = [tokenizer.decode(passage) for passage in passages(tokenizer, context, -(-count // per_passage))]
+    ask = "Retell this passage in your own words." if per_passage == 1 else "Retell part {} of this passage in your own words."
+    return [f"{ids[i // per_passage]}\n\n{ask.format(1 + i % per_passage)}" for i in range(count)]
+
+
+def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, servers: contextlib.ExitStack) -> list[str]:
+    """Addresses of all sides, which load at the same time; `servers` ends them."""
+    with ThreadPoolExecutor(len(found)) as pool:
+        entering = [serving(command, port, path, threads) for _, command, port, path, _ in found]
+        asked = [(one, pool.submit(one.__enter__)) for one in entering]
+        failures = []
+        for one, future in asked:
+            if future.exception() is None:
+                servers.push(one)
+            else:
+                failures.append(future.exception())
+    if failures:
+        raise failures[0]
+    return [future.result() for _, future in asked]
 
 
 @click.command()
 @click.option("--model", default="SmolLM2-135M-Instruct", show_default=True, help="A known model or a .gguf file.")
+@click.option("--draft-model", default=None, help="Of our modes but ar.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda, of all sides.")
 @click.option("--modes", default="ar,auto,dense+lookup", show_default=True, help="Our modes, with +DRAFTER where wanted.")
 @click.option("--peers", default="transformers", show_default=True, help="transformers, transformers-cb, mlx-lm; by commas.")
 @click.option("--requests", default=8, show_default=True, help="Chats a round, for one client and again for several.")
 @click.option("--rounds", default=2, show_default=True, help="The sides take turns in each.")
 @click.option("--clients", default=8, show_default=True, help="Clients at once; every side is measured with one client too.")
 @click.option("--context", default=300, show_default=True, help="Prompt tokens, about.")
+@click.option("--per-passage", default=1, show_default=True, help="Chats about the same passage, one after the other in the queue.")
+@click.option("--prefill-tokens", default=None, type=int, help="Of our servers; default: theirs.")
 @click.option("--tokens", default=48, show_default=True, help="Longest answer.")
 @click.option("--dtype", default="float32", show_default=True, help="Of all sides.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--note", default="", help="Kept in the rows: what else ran on the machine.")
+@click.option("--output", type=click.Path(path_type=Path), default=OUT, help="Default: bench/results/serve.jsonl.")
 @click.option("--append/--replace", default=False, help="Keep the rows that are there.")
 def main(**opts: Any) -> None:
-    """Throughput and latency of servers; rows to bench/results/serve.jsonl."""
+    """Throughput and latency of servers; rows to --output."""
     from dustin import models
     from dustin.text import Tokenizer
 
     source = models.resolve(opts["model"])
     tokenizer = Tokenizer.load(source)
     # Every round and both kinds have passages of their own: what a server keeps of prefixes must not help it here.
-    prompts = chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"])
+    prompts = chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"], opts["per_passage"])
     made: dict[tuple[str, int], Measured] = {}
+    kept = rows.read(opts["output"]) if opts["append"] and opts["output"].exists() else []
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
         if opts["peers"]:
             export(source, Path(folder), tokenizer, opts["dtype"])
         asked: dict[str, Client] = {}
-        for name, command, port, path, model in sides(opts, source, Path(folder)):
-            asked[name] = Client(servers.enter_context(serving(command, port, path, opts["threads"])), model, opts["tokens"])
-            asked[name].ask("Hello")  # loads and warms
+        draft = models.resolve(opts["draft_model"]) if opts["draft_model"] else None
+        begun = list(sides(opts, source, draft, Path(folder)))
+        for (name, _, _, _, model), address in zip(begun, start_all(begun, opts["threads"], servers), strict=True):
+            asked[name] = Client(address, model, opts["tokens"])
+            # Loads and warms. A GPU compiles and records what it meets for the first time: as many, and as long, as will come.
+            hello = "Hello " * (opts["context"] if opts["device"] == "cuda" else 1)
+            for clients in {1, opts["clients"]} if opts["device"] == "cuda" else {1}:
+                Measured(name, clients).add(asked[name], [f"{i} {hello}" for i in range(clients)], tokenizer)
             for clients in (1, opts["clients"]):
                 made[name, clients] = Measured(name, clients)
         for _ in range(opts["rounds"]):
@@ -237,24 +251,38 @@ def main(**opts: Any) -> None:
                 # In turn, so that what else the machine does meets all sides.
                 for name, client in asked.items():
                     made[name, clients].add(client, some, tokenizer)
-    lines = [_row(found, made, opts, source) for found in made.values()]
+                # As they come: a run that is cut keeps what it has.
+                lines = [_row(found, made, opts, source) for found in made.values() if found.requests]
+                rows.write(opts["output"], kept + lines)
     for row in lines:
         click.echo(
             f"{row['side']:22s} {row['clients']:2d} clients {row['tokens_per_s']:7.1f} tok/s {row['ratio']:5.2f}x one by one  "
             f"first {row['ttft_ms_median']:.0f} ms, gap {row['gap_ms_median']} ms (worst {row['gap_ms_worst']})",
             err=True,
         )
-    rows.write(OUT, lines, append=opts["append"])
+
+
+def _device(kind: str) -> str:
+    if kind != "cuda":
+        return kind
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def _row(found: Measured, made: dict[tuple[str, int], Measured], opts: dict[str, Any], source: Path) -> dict[str, Any]:
     """One measurement with its ratios: to the same server one by one, and to each peer with as many clients."""
     row = {"bench": "serve", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real"}
+    row |= {
+        "device": _device(opts["device"]),
+        "draft": Path(opts["draft_model"]).name if opts["draft_model"] else None,
+        "per_passage": opts["per_passage"],
+    }
     row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"], "rounds": opts["rounds"]}
     row |= found.as_dict()
     row |= {"ratio": round(found.rate / made[found.side, 1].rate, 3), "baseline": "the same server, one client"}
     for (side, clients), other in made.items():
-        if clients == found.clients and side != found.side and re.match("dustin ar$|transformers|mlx", side):
+        if other.requests and clients == found.clients and side != found.side and re.match("dustin ar$|transformers|mlx", side):
             name = re.sub(r"\W", "_", side)
             row[f"ratio_to_{name}"] = round(found.rate / other.rate, 3)
             row[f"same_answers_as_{name}"] = sum(a == b for a, b in zip(found.texts, other.texts, strict=True))
