@@ -40,10 +40,12 @@ def _grid(first: str, contexts: list[int], table: dict[str, dict[int, Any]], cel
 
 
 def _note(text: str) -> str:
-    first = rows.read(OUT)[0]
+    made = rows.read(OUT)
+    first = made[0]
     pair = first["model"] + (f" with {first['draft']} as draft" if first["draft"] else "")
     machine = f"{first['dtype']}, {first['card']}, {first['num_draft_tokens']} drafts"
-    return f"{text} {pair}, {machine}; `{first['command']}` at {first['commit']}."
+    runs = "; ".join(f"`{command}` at {commit}" for command, commit in dict.fromkeys((r["command"], r["commit"]) for r in made))
+    return f"{text} {pair}, {machine}; {runs}.".lstrip()
 
 
 def _replayed(row: dict[str, Any]) -> str:
@@ -99,17 +101,38 @@ def _points(made: list[dict[str, Any]], selector: str, context: int | None) -> s
 
 
 def tasks() -> str:
-    """Accuracy on planted tasks, as a share of dense attention's on the same questions."""
-    made = [row for row in rows.read(OUT) if row["track"] in ("needle", "qa") and row["mode"] != "dense"]
-    table: dict[str, dict[Any, str]] = {}
-    for row in made:
-        questions = f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']})"
-        table.setdefault(_label(row), {})[(row["track"], row["context"])] = questions
-    keys = sorted({key for cells in table.values() for key in cells}, key=lambda key: (key[0], key[1]))
+    """Accuracy on planted tasks, as a share of dense attention's on the same questions; first line: dense attention's own."""
     from bench.tables import markdown
 
+    made = [row for row in rows.read(OUT) if row["track"] in ("needle", "qa", "words")]
+    table: dict[str, dict[Any, str]] = {}
+    for row in made:
+        key, count = (row["track"], row["context"]), f"({row['questions']})"
+        if row["mode"] == "dense":
+            table.setdefault("dense attention, share of all points", {})[key] = f"{100 * row['accuracy']:.0f} % {count}"
+        else:
+            table.setdefault(_label(row), {})[key] = f"{100 * row['accuracy_of_dense']:.0f} % {count}"
+    order = {"needle": 0, "qa": 1, "words": 2}
+    keys = sorted({key for cells in table.values() for key in cells}, key=lambda key: (order[key[0]], key[1]))
     lines = [[label, *(cells.get(key, "") for key in keys)] for label, cells in table.items()]
     return markdown(["answers, % of dense (questions)", *(f"{track} {context}" for track, context in keys)], lines)
+
+
+def kinds() -> str:
+    """Points by kind of question, of dense attention and of the main selectors at k = 512."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(OUT) if row["track"] in ("tasks", "words") and row.get("by_kind")]
+    names = list(dict.fromkeys(kind for row in made for kind in row["by_kind"]))
+    table: dict[tuple[int, str], dict[str, str]] = {}
+    for row in made:
+        if row["mode"] == "dense" or (row["selector"] in ("dustin", "history", "lookahead", "snapkv") and row["budget"] == 512):
+            label = "dense attention" if row["mode"] == "dense" else _label(row)
+            cells = table.setdefault((row["context"], label), {})
+            cells |= {kind: f"{points:.2f}" for kind, points in row["by_kind"].items()}
+    by_context = sorted(table.items(), key=lambda item: item[0][0])
+    lines = [[str(context), label, *(cells.get(kind, "") for kind in names)] for (context, label), cells in by_context]
+    return markdown(["context", "points", *names], lines)
 
 
 def chat() -> str:

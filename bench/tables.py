@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bench import decode_tables, exact_table, fidelity_tables, rows, serve_tables
+from bench import decode_tables, exact_table, fidelity_required, fidelity_tables, rows, serve_tables
 from bench.decode_tables import markdown
 
 PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
@@ -169,9 +169,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "exact": exact_table.exact,
     "fidelity": fidelity_tables.fidelity,
+    "fidelity_required": fidelity_required.required,
+    "fidelity_budgets": fidelity_required.budgets,
     "fidelity_chat": fidelity_tables.chat,
     "fidelity_text": fidelity_tables.text,
     "fidelity_tasks": fidelity_tables.tasks,
+    "fidelity_kinds": fidelity_tables.kinds,
     "fidelity_drift": fidelity_tables.drift,
     "fidelity_acceptance": fidelity_tables.acceptance,
 }
