@@ -42,9 +42,10 @@ def create(device: str = "auto") -> MlxBackend:
     if ranks.rank:
         follow()
         raise SystemExit(0)
-    ranks.order("open", {"device": device, "first": []})
-    made, problem = _attempt(lambda: single.create(device))
-    raise_first(ranks.agree(problem))
+    with ranks.together(DustinError):
+        ranks.order("open", {"device": device, "first": []})
+        made, problem = _attempt(lambda: single.create(device))
+        raise_first(ranks.agree(problem))
     return ParallelMlxBackend(ranks, made)
 
 
@@ -79,9 +80,11 @@ class ParallelMlxModel:
     def new_cache(self, batch: int, capacity: int) -> RankCache:
         """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
         number = next_number()
-        self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
-        local, problem = _attempt(lambda: self.local.new_cache(batch, capacity))
-        raise_first(self.ranks.agree(problem))
+        with self.ranks.together():
+            self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
+            local, problem = _attempt(lambda: self.local.new_cache(batch, capacity))
+            problems = self.ranks.agree(problem)
+        raise_first(problems)
         return RankCache(self._mailbox, number, local, self.ranks.size)
 
     def forward(
@@ -96,8 +99,9 @@ class ParallelMlxModel:
     ) -> ForwardResult:
         """See Model.forward."""
         values, members = forward_order(cache, num_tokens, token_set, tap, logits)
-        self.order("forward", values, [tokens, *members])
-        return _forward(self.ranks, self.spec, self.local, cache.local, tokens, token_set, values)
+        with self.ranks.together():
+            self.order("forward", values, [tokens, *members])
+            return _forward(self.ranks, self.spec, self.local, cache.local, tokens, token_set, values)
 
 
 class ParallelMlxBackend(MlxBackend):
@@ -113,8 +117,11 @@ class ParallelMlxBackend(MlxBackend):
         if role == "draft":
             return super().load(source, dtype=dtype)
         number = next_number()
-        self.ranks.order("load", {"model": number, "source": str(source), "dtype": dtype, "first": []})
-        local, spec = _load(self.ranks, self, Path(source), dtype)
+        # An error of loading is raised on all ranks.
+        with self.ranks.together(DustinError):
+            waiting = collect(self._mailbox)
+            self.ranks.order("load", {"model": number, "source": str(source), "dtype": dtype, "first": waiting})
+            local, spec = _load(self.ranks, self, Path(source), dtype)
         return ParallelMlxModel(self.ranks, self._mailbox, number, local, spec)
 
     def score(
@@ -153,8 +160,9 @@ class ParallelMlxBackend(MlxBackend):
             "within": within is not None,
         }
         members = [] if within is None else [within.indices, within.counts]
-        model.order(what, values, [*(queries[layer] for layer in layers), *members])
-        return _score(self.ranks, model.spec, score, model.local, cache.local, queries, values, within)
+        with self.ranks.together():
+            model.order(what, values, [*(queries[layer] for layer in layers), *members])
+            return _score(self.ranks, model.spec, score, model.local, cache.local, queries, values, within)
 
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:

@@ -9,16 +9,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from dustin.backends.common.steps import Steps
 from dustin.errors import RankError
 
 _HEADER = 4096
 _joined: list[Ranks] = []
 
 
-class Ranks:
+class Ranks(Steps):
     """The processes of an mlx.launch run. Every exchange is a sum or a gather: ring and JACCL know these on the CPU stream."""
 
     def __init__(self) -> None:
+        super().__init__()
         try:
             self.group = mx.distributed.init(strict=True)
         except (RuntimeError, ValueError) as error:
@@ -87,8 +89,8 @@ def join() -> Ranks:
 
 
 def leave() -> None:
-    """On rank 0: let the others go."""
+    """On rank 0: let the others go. Out of step they hear nothing more: mlx.launch ends them when rank 0 has failed."""
     while _joined:
         ranks = _joined.pop()
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not ranks.busy and ranks.broken is None:
             ranks.order("end", {"first": []})

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dustin.backends.common.steps import Steps
 from dustin.errors import RankError, UsageError
 
 _HEADER = 4096
@@ -59,15 +60,14 @@ def gather_into_one(parts: torch.Tensor, x: torch.Tensor, group: Any) -> None:
     getattr(dist, name)(parts, x, group=group)
 
 
-class Ranks:
+class Ranks(Steps):
     """All ranks of a run. `rank`, `size`, and after `open` the device of this one."""
 
     def __init__(self) -> None:
         """Join the others. Raise RankError when they do not come within the time limit."""
+        super().__init__()
         self.rank, self.size, self.device = this_rank(), world_size(), torch.device("cpu")
         self.variant: Any = None
-        self.broken: str | None = None
-        self.busy = 0  # calls of all ranks that are under way, in whatever thread
         self._limit = timedelta(seconds=time_limit())
         try:
             self._store, _, _ = next(dist.rendezvous("env://", timeout=self._limit))
@@ -168,33 +168,13 @@ class Ranks:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn a collective's error into the reason why another rank is gone."""
-        if self.broken is not None:
-            raise RankError(self.broken)
         try:
-            yield
+            with super().guard():
+                yield
         except RuntimeError as error:
             if not any(mark in str(error) for mark in _PEER_ERRORS):
                 raise
             raise self.why(error) from error
-
-    @contextmanager
-    def together(self, known: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-        """`guard` for a call that all ranks make: once it is cut short (Ctrl-C, memory) the others wait in the middle of it.
-
-        Every later call is then refused. Errors of kind `known` are met by all ranks, and change nothing.
-        """
-        self.busy += 1
-        try:
-            with self.guard():
-                yield
-        except BaseException as error:
-            lost = isinstance(error, RankError)
-            if lost or not isinstance(error, known):
-                reason = str(error) if lost else f"the ranks are out of step: {type(error).__name__} cut a step short. Start again"
-                self.broken = self.broken or reason
-            raise
-        finally:
-            self.busy -= 1
 
     def why(self, error: Exception) -> RankError:
         """What ended the run, after a collective failed with `error`: the failure another rank left word of, if any."""
