@@ -15,7 +15,7 @@ from dustin.cli_options import CONTEXT, debug_option
 from dustin.config_file import read_config, variable
 from dustin.errors import DustinError, RankError, UsageError
 from dustin.help_pages import Ordered
-from dustin.launch import as_rank, kind
+from dustin.launch import alone, as_rank, kind, needs_ranks, rank
 
 INTERRUPTED = 130
 
@@ -59,6 +59,11 @@ def run(args: list[str] | None = None) -> int:
     state: dict[str, Any] = {"debug": False, "args": args}
     try:
         ranks = kind()
+        if ranks and not needs_ranks(cli, sys.argv[1:] if args is None else args):
+            if rank():
+                return 0
+            alone()
+            ranks = None
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

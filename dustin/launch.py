@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,9 +16,10 @@ import click
 
 from dustin.errors import DustinError, UsageError
 
-# Set for the ranks that `spawn` starts: rank 0 alone speaks there, the launcher sees the others end.
+# Set by `spawn`: on rank 0 the processes of the others, on those the process of rank 0, which alone speaks.
 LAUNCHED = "DUSTIN_LAUNCHED"
-_GRACE_SECONDS = 6.0
+_GRACE_SECONDS, _OWN_SECONDS = 6.0, 3.0
+_PR_SET_PDEATHSIG = 1
 
 
 def world_size() -> int:
@@ -56,12 +59,27 @@ def tensor_parallel_option(command: Callable[..., object]) -> Callable[..., obje
             raise UsageError(f"--tensor-parallel is {value}, but {running} ranks are running: drop the option or start {value}")
         if running == 1 and value > 1:
             state = ctx.find_root().obj or {}
-            ctx.exit(spawn(value, state.get("args") or sys.argv[1:]))
+            ctx.exit(spawn(value, state.get("args")))
 
     return click.option(
         "--tensor-parallel", type=click.IntRange(min=1), default=1, show_default=True, expose_value=False, callback=start,
         metavar="N", help="Split the model over N processes, each with a device of its own.",
     )(command)  # fmt: skip
+
+
+def needs_ranks(group: click.Group, args: Sequence[str]) -> bool:
+    """Whether a command line splits a model: not for help, nor with a command that has no --tensor-parallel."""
+    options = list(args[: args.index("--")] if "--" in args else args)
+    if any(word in options for word in (*group.context_settings.get("help_option_names", ["--help"]), "--version")):
+        return False
+    command = next((group.commands[word] for word in options if word in group.commands), None)
+    return command is not None and any("--tensor-parallel" in param.opts for param in command.params)
+
+
+def alone() -> None:
+    """Make this process one that belongs to no ranks."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MLX_RANK"):
+        os.environ.pop(name, None)
 
 
 def as_rank(command: Callable[[], int], debug: Callable[[], bool]) -> int:
@@ -71,16 +89,27 @@ def as_rank(command: Callable[[], int], debug: Callable[[], bool]) -> int:
     own = 0
     try:
         own = rank()
+        if own:
+            # What Ctrl-C means is rank 0's business.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if LAUNCHED in os.environ:
+                _end_with(int(os.environ[LAUNCHED]))
+            registry.join_ranks()
+            registry.follow()
+            return 0
+        others = _Others()
         registry.join_ranks()
-        if own == 0:
-            return command()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        registry.follow()
-        return 0
+        others.joined()
+        code = command()
+        registry.leave_ranks()
+        return code or others.reap()
     except DustinError as error:
         if debug():
             raise
         return _end(error, own)
+    except KeyboardInterrupt:
+        # Before the others are there.
+        os._exit(130)
     finally:
         if own == 0 and not isinstance(sys.exc_info()[1], DustinError):
             registry.leave_ranks()
@@ -93,58 +122,79 @@ def _end(error: DustinError, own: int) -> int:
     os._exit(error.exit_code)
 
 
-def spawn(count: int, args: Sequence[str]) -> int:
-    """Run `python -m dustin ARGS` in `count` ranks on this machine; returns rank 0's exit code, 1 when another one fails."""
+def _end_with(process: int) -> None:
+    """End when `process`, this one's parent, has ended, however it did. Where Linux cannot see to it the ranks' watch does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != process:
+        os._exit(1)
+
+
+def spawn(count: int, args: Sequence[str] | None) -> int:
+    """Start ranks 1 to count - 1 of this command line and become rank 0; does not return.
+
+    So signals for this process are rank 0's, and no other one stands between it and the terminal. With `args`, which a program
+    has given, a process of its own does so; returns its exit code.
+    """
+    if args is not None:
+        return subprocess.run([sys.executable, "-m", "dustin", *args]).returncode
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: "1"}
     threads = str(max(1, (os.cpu_count() or 1) // count))
-    processes = []
-    for number in range(count):
-        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, **shared, **own}
-        stdin = None if number == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen([sys.executable, "-m", "dustin", *args], env=environment, stdin=stdin))
-    # Ctrl-C reaches rank 0 through the terminal, and what it means is rank 0's business.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ask_end = signal.signal(signal.SIGTERM, lambda *_: processes[0].terminate())
-    try:
-        return _supervise(processes)
-    finally:
-        signal.signal(signal.SIGINT, before)
-        signal.signal(signal.SIGTERM, ask_end)
+    shared = {"OMP_NUM_THREADS": threads, **os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "dustin", *sys.argv[1:]]
+    others = []
+    for number in range(1, count):
+        own = {"RANK": str(number), "LOCAL_RANK": str(number), LAUNCHED: str(os.getpid())}
+        others.append(subprocess.Popen(command, env=shared | own, stdin=subprocess.DEVNULL).pid)
+    sys.stdout.flush()
+    os.execve(sys.executable, command, shared | {"RANK": "0", "LOCAL_RANK": "0", LAUNCHED: ",".join(map(str, others))})
 
 
-def _supervise(processes: list[subprocess.Popen[bytes]]) -> int:
-    ended: dict[int, int] = {}
-    deadline: float | None = None
-    while len(ended) < len(processes):
-        for number, process in enumerate(processes):
-            code = process.poll()
-            if code is not None:
-                ended.setdefault(number, code)
-        if deadline is None and (0 in ended or any(ended.values())):
-            # The others see it too and end by themselves; rank 0 says why.
-            deadline = time.monotonic() + _GRACE_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-        time.sleep(0.05)
-    return _verdict(ended)
+class _Others:
+    """On rank 0: the processes of the other ranks that `spawn` has started, none of them otherwise."""
 
+    def __init__(self) -> None:
+        self._running = {number: int(text) for number, text in enumerate(filter(None, os.environ.get(LAUNCHED, "").split(",")), 1)}
+        self._joined = threading.Event()
+        if self._running:
+            threading.Thread(target=self._watch, daemon=True, name="start of ranks").start()
 
-def _verdict(ended: dict[int, int]) -> int:
-    """The exit code; a rank that a signal ended, or that failed while rank 0 did not, is named."""
-    first = ended[0]
-    if first > 0:
-        return first
-    for number, code in ended.items():
-        if code < 0 and (number == 0 or first == 0):
-            print(f"error: rank {number} was ended by signal {-code} ({signal.Signals(-code).name})", file=sys.stderr)
-            return 1
-        if code > 0:
-            print(f"error: rank {number} failed with exit code {code}", file=sys.stderr)
-            return 1
-    return first
+    def joined(self) -> None:
+        """From here on the ranks watch each other."""
+        self._joined.set()
+
+    def _watch(self) -> None:
+        while not self._joined.wait(0.1):
+            for number in self._running:
+                failure = self._failure(number)
+                # What ended it may end this one too, with a better reason.
+                if failure and not self._joined.wait(_OWN_SECONDS):
+                    os.write(2, f"error: rank {number} {failure} before the ranks had joined\n".encode())
+                    os._exit(1)
+
+    def _failure(self, number: int) -> str | None:
+        """How a rank ended, "" for an end in order; None while it runs."""
+        ended, status = os.waitpid(self._running[number], os.WNOHANG)
+        if not ended:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"failed with exit code {code}" if code else ""
+
+    def reap(self) -> int:
+        """After all has gone well: 1, with a message, when a rank failed or does not end."""
+        code, deadline = 0, time.monotonic() + _GRACE_SECONDS
+        for number, process in self._running.items():
+            while (failure := self._failure(number)) is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if failure is None:
+                failure = f"(process {process}) does not end"
+                os.kill(process, signal.SIGKILL)
+            if failure:
+                print(f"error: rank {number} {failure}", file=sys.stderr)
+                code = 1
+        return code

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from dustin import cli
 from tests.tiny_model import write
 
 ROOT = Path(__file__).parents[2]
@@ -235,6 +237,72 @@ def test_variables_of_ranks_are_checked(models: tuple[Path, Path], environment: 
     assert text in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
 
 
+def generating(models: tuple[Path, Path], size: int = 2) -> subprocess.Popen[str]:
+    """`dustin generate --tensor-parallel` in a session of its own, which has printed something."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    args = ["generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "480", "--ignore-eos", "--mode", "ar"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dustin", *args, "--tensor-parallel", str(size)], env=inherited | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(1)
+    return process
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, of = stat.read_text().rsplit(")", 1)[1].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes in /proc")
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
+def test_a_signal_to_the_command_ends_all_its_ranks(models: tuple[Path, Path], sig: int, code: int) -> None:
+    """Sent to the one process that was started: it ends as a single one would, and no rank is left behind."""
+    process = generating(models)
+    assert len(members(process.pid)) == 2
+    process.send_signal(sig)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "Traceback" not in err and "error" not in err, err
+    deadline = time.monotonic() + 10
+    while members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not members(process.pid)
+
+
+def test_a_rank_that_cannot_start_is_named(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Before the ranks have found each other, where the time limit is minutes."""
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif os.environ.get('RANK') == '1': os._exit(7)\n")
+    args = ["generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "2", "--tensor-parallel", "2"]
+    began = time.monotonic()
+    ended = run_dustin(*args, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert ended.returncode == 1 and time.monotonic() - began < 30
+    assert ended.stderr == "error: rank 1 failed with exit code 7 before the ranks had joined\n"
+
+
+@pytest.mark.parametrize("args", ["--help", "--version", "generate -m x -h", "doctor --help", "config"])
+def test_what_splits_no_model_waits_for_nobody(args: str) -> None:
+    """Under torchrun's variables rank 0 answers alone, the others end."""
+    for rank in ("0", "1"):
+        found = {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        ended = run_dustin(*args.split(), environment=found)
+        assert (ended.returncode, bool(ended.stdout), ended.stderr) == (0, rank == "0", "")
+
+
+def test_ranks_that_a_program_asks_for(models: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    """`dustin.cli.run` leaves its caller as it is."""
+    args = ["generate", "-m", str(models[0]), "--device", "cpu", "--dtype", "float32", "-p", "hello", "-n", "12", "--mode", "ar"]
+    assert cli.run([*args, "--tensor-parallel", "2"]) == 0
+    assert capfd.readouterr().out == run_dustin(*args).stdout
+
+
 @pytest.mark.slow
 def test_a_wrong_number_of_ranks_is_refused(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
     """torchrun's ranks and the option disagree."""
@@ -268,3 +336,28 @@ def test_two_mlx_ranks_give_the_tokens_of_one(models: tuple[Path, Path]) -> None
     assert one.returncode == two.returncode == 0, (one.stderr, two.stderr)
     answers = [line for line in two.stdout.splitlines() if line.startswith("{")]
     assert len(answers) == 1 and json.loads(answers[0]) == json.loads(one.stdout)
+
+
+def test_a_step_cut_short_ends_mlx_ranks(models: tuple[Path, Path]) -> None:
+    """Ctrl-C inside rank 0's forward: later calls are refused, and the launcher ends the rank that waits in the middle of it."""
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    if not launcher.exists():
+        pytest.skip("mlx.launch is not installed")
+    code = (
+        "import os, sys; from dustin.backends.mlx_metal import parallel; plain = parallel._forward\n"
+        "def cut(ranks, *args):\n"
+        "    cut.calls += 1\n"
+        "    if cut.calls == 4 and os.environ['MLX_RANK'] == '0': raise KeyboardInterrupt\n"
+        "    return plain(ranks, *args)\n"
+        "cut.calls = 0; parallel._forward = cut\n"
+        "import dustin; from dustin.config import EngineOptions, RequestOptions; from dustin.errors import RankError\n"
+        "session = dustin.load('{model}', backend='mlx', device='cpu', dtype='float32')\n"
+        "session.options = EngineOptions(mode='ar')\n"
+        "for _ in range(2):\n"
+        "    try: session.batch_generate([[5, 6, 7]], RequestOptions(max_tokens=20, ignore_eos=True))\n"
+        "    except KeyboardInterrupt: print('interrupted', flush=True)\n"
+        "    except RankError as error: print(error, flush=True); parallel.leave(); sys.exit(1)\n"
+    ).replace("{model}", str(models[0]))
+    run = [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", free_port(), "--", sys.executable, "-c", code]
+    ended = subprocess.run(run, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert "interrupted" in ended.stdout and "out of step: KeyboardInterrupt cut a step short" in ended.stdout, ended
