@@ -17,6 +17,7 @@ from dustin.chat_input import Reader, gather, history_path, open_reader
 from dustin.cli_options import (
     CONTEXT,
     FILE,
+    answer_options,
     build_engine_options,
     build_request,
     debug_option,
@@ -24,7 +25,6 @@ from dustin.cli_options import (
     loading_options,
     prompt_cache_option,
     refuse_useless,
-    request_options,
 )
 from dustin.conversation import Conversation
 from dustin.errors import DustinError, RankError, UsageError
@@ -164,7 +164,7 @@ class Chat:
 @click.option("--file", "-f", "files", type=FILE, multiple=True, help="Put this text file before the first message; repeatable.")
 @loading_options
 @prompt_cache_option
-@request_options
+@answer_options
 @engine_options
 @click.option("--history/--no-history", default=True, show_default=True, help="Keep messages for the next chat's up arrow.")
 @click.option("--verbose", is_flag=True, help="Statistics after every answer.")
@@ -177,8 +177,6 @@ def chat(ctx: click.Context, **values: Any) -> int:
     """
     options, request = build_engine_options(values), build_request(values)
     refuse_useless(ctx, values)
-    if request.top_logprobs is not None:
-        raise UsageError("--logprobs needs `dustin generate --json`: a chat has no place for them")
     if "-" in values["files"]:
         raise UsageError("--file - is stdin, where the messages come from: give the PATH of a file")
     documents = [read_file(name).strip("\n") for name in values["files"]]

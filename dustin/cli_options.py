@@ -151,6 +151,12 @@ def request_options(command: Any) -> Any:
     return _apply(command, _dataclass_options(RequestOptions, REQUEST) + _dataclass_options(SamplingOptions, SAMPLING))
 
 
+def answer_options(command: Any) -> Any:
+    """The same but --logprobs, for commands whose output has no place for them."""
+    fewer = {name: entry for name, entry in REQUEST.items() if name != "top_logprobs"}
+    return _apply(command, _dataclass_options(RequestOptions, fewer) + _dataclass_options(SamplingOptions, SAMPLING))
+
+
 def prompt_cache_option(command: Any) -> Any:
     """--prompt-cache-file."""
     text = "Take up the KV of this file where the prompt begins alike, and keep the KV there at the end."

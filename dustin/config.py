@@ -122,7 +122,8 @@ class EngineOptions:
                     "use --mode sparse or rectified, or leave it out"
                 )
         _require("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "1 or more tokens")
-        _require("max_kv_size", self.max_kv_size, self.max_kv_size is None or self.max_kv_size >= 1, "1 or more tokens")
+        rows = self.max_kv_size
+        _require("max_kv_size", rows, rows is None or rows >= 2, "2 or more tokens, of prompt and answer")
 
 
 def defaults(options: type) -> dict[str, object]:

@@ -38,7 +38,7 @@ def create(name: str = "auto", device: str = "auto") -> Backend:
     if name == "auto":
         name = kind() or choose()
     if name not in BACKENDS:
-        raise UsageError(f"backend is {name!r}, expected auto, {' or '.join(BACKENDS)}")
+        raise UsageError(f"backend is {name!r}, expected {', '.join(['auto', *BACKENDS])}")
     path = BACKENDS[name]
     if started := kind():
         if name != started:

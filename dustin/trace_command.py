@@ -12,13 +12,13 @@ import click
 from dustin.cli_options import (
     CONTEXT,
     FILE,
+    answer_options,
     build_engine_options,
     build_request,
     debug_option,
     engine_options,
     loading_options,
     refuse_useless,
-    request_options,
 )
 from dustin.errors import UsageError
 from dustin.help_pages import Sectioned
@@ -39,7 +39,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--recovery-rounds", type=click.IntRange(0), default=32, show_default=True, help="Rounds whose attention is measured; 0: none."
 )
 @loading_options
-@request_options
+@answer_options
 @engine_options
 @debug_option
 @click.pass_context
@@ -53,8 +53,6 @@ def trace(ctx: click.Context, **values: Any) -> None:
     if values["mode"] in ("ar", "auto"):
         use = "use --mode sparse, rectified, exact, or dense with --drafter self"
         raise UsageError(f"mode {values['mode']!r} is not traced: {use}")
-    if values["top_logprobs"] is not None:
-        raise UsageError("--logprobs has no use here: drop it")
     options, request = build_engine_options(values), build_request(values)
     refuse_useless(ctx, values)
     for path in (values["output"], values["png"], values["json_path"]):

@@ -35,7 +35,7 @@ def test_page_and_json_are_written_and_the_answer_is_generates(model: Path, envi
         (["-o", "/no/such/folder/t.html"], "there is no folder"),
         (["--budget", "9000"], "no round of mode 'sparse' chooses tokens"),
         (["--recovery-rounds", "-1"], "recovery-rounds"),
-        (["--logprobs", "2"], "--logprobs has no use"),
+        (["--logprobs", "2"], "No such option '--logprobs'"),
     ],
 )
 def test_what_cannot_work_is_refused(
