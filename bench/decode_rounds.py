@@ -18,7 +18,7 @@ from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.interfaces import Tap
 from dustin.triton_kernels.accept import accept_greedy
 from dustin.triton_kernels.argmax_rows import argmax_rows
-from dustin.triton_kernels.score_heads import group_heads, score_heads
+from dustin.triton_kernels.score_heads import group_heads, score_layers
 from dustin.triton_kernels.select_tokens import select_tokens
 
 Queries = Mapping[int, torch.Tensor]
@@ -64,11 +64,11 @@ class Side:
     def score(self, queries: Queries, lengths: torch.Tensor, num_rows: torch.Tensor, columns: int) -> torch.Tensor:
         """[B, columns] fp32 mean mass over layers, rows and heads."""
         scores = torch.empty(len(lengths), columns, dtype=torch.float32, device=lengths.device)
-        for i, (layer, q) in enumerate(queries.items()):
-            score_heads(
-                q, self.cache.pool.keys[layer], self.cache.page_table, lengths, self.groups[layer], scores,
-                num_rows=num_rows, weight=1 / len(queries), add=i > 0,
-            )  # fmt: skip
+        keys = [self.cache.pool.keys[layer] for layer in queries]
+        score_layers(
+            list(queries.values()), keys, self.cache.page_table, lengths, [self.groups[layer] for layer in queries], scores,
+            num_rows=num_rows, weight=1 / len(queries),
+        )  # fmt: skip
         return scores
 
 

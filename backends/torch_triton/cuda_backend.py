@@ -21,10 +21,10 @@ from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.interfaces import Tap, TokenSet, Verdict
 from dustin.triton_kernels import accept
 from dustin.triton_kernels.argmax_rows import argmax_rows
-from dustin.triton_kernels.score_heads import group_heads, score_heads
+from dustin.triton_kernels.score_heads import HeadGroups, group_heads, score_layers
 from dustin.triton_kernels.select_tokens import select_tokens
 
-# Rows times heads of a kv head that score_heads takes at once.
+# Rows times heads of a kv head that score_layers takes at once.
 SCORE_ROWS = 128
 # Larger sets (pools) are chosen by torch's own operations: the kernel sorts what it chooses in registers.
 MAX_SELECTED = 2048
@@ -73,16 +73,21 @@ class CudaBackend(TorchBackend):
         scores = torch.empty(cache.batch, columns, dtype=torch.float32, device=self._device)
         device_ends = self._ints(ends)
         total = sum(q.shape[1] * q.shape[2] for q in queries.values())
-        added = False
+        alike: dict[tuple[torch.Size, torch.Size], list[tuple[torch.Tensor, torch.Tensor, HeadGroups]]] = {}
         for layer, q in queries.items():
             groups = group_heads(tap.heads[layer], model.spec.num_heads, model.spec.num_kv_heads, self._device)
-            # The kernel takes SCORE_ROWS rows and heads at once: more rows (a prompt's end) go in parts.
-            for part in q.split(max(1, SCORE_ROWS // groups.heads.shape[1]), 1):
-                rows = torch.full((cache.batch,), part.shape[1], dtype=torch.int32, device=self._device)
-                weight = part.shape[1] * part.shape[2] / total
-                score_heads(
-                    part, cache.pool.keys[layer], cache.page_table, device_ends, groups, scores,
-                    num_rows=rows, weight=weight, add=added, scale=model.scale,
+            alike.setdefault((q.shape, groups.heads.shape), []).append((q, cache.pool.keys[layer], groups))
+        added = False
+        # Layers with as many heads share launches. The kernel takes SCORE_ROWS rows and heads at once: more rows (a prompt's
+        # end) go in parts.
+        for (shape, heads), layers in alike.items():
+            for start in range(0, shape[1], size := max(1, SCORE_ROWS // heads[1])):
+                parts = [q[:, start : start + size] for q, _, _ in layers]
+                num_rows = parts[0].shape[1]
+                score_layers(
+                    parts, [keys for _, keys, _ in layers], cache.page_table, device_ends, [each for *_, each in layers], scores,
+                    num_rows=torch.full((cache.batch,), num_rows, dtype=torch.int32, device=self._device),
+                    weight=num_rows * shape[2] / total, add=added, scale=model.scale,
                 )  # fmt: skip
                 added = True
         return scores
