@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .runtime import begin_dependent, check_tensor, num_multiprocessors, power_of_two
+from .runtime import begin_dependent, num_multiprocessors, power_of_two
 
 
 @dataclass(frozen=True)
@@ -269,16 +269,6 @@ def sparse_split(total, split, SPLITS: tl.constexpr):
     return begin, tl.minimum(begin + per_split, total), tl.cdiv(total, per_split)
 
 
-def launch_options(config: AttentionConfig, on_device: bool) -> dict[str, object]:
-    """Keyword options of a Triton launch."""
-    options: dict[str, object] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.max_registers and on_device:
-        options["maxnreg"] = config.max_registers
-    if config.dependent and on_device:
-        options["launch_pdl"] = True
-    return options
-
-
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """The scale of the logits, 1 / sqrt(head_dim) by default. Raise ValueError unless above 0."""
     if scale is None:
@@ -286,14 +276,3 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     if not scale > 0:
         raise ValueError(f"scale: expected above 0, got {scale}")
     return scale
-
-
-def check_query(q: torch.Tensor, k_pool: torch.Tensor, out: torch.Tensor | None, max_rows: int) -> None:
-    """Check q [B, T, Hq, D] (any strides with a contiguous last axis) and out against the pool and the row limit."""
-    check_tensor("q", q, (None, None, None, k_pool.shape[3]), (k_pool.dtype,), k_pool, contiguous=False)
-    if not 1 <= q.shape[1] <= max_rows:
-        raise ValueError(f"q: expected 1 to {max_rows} query rows (axis 1), got {q.shape[1]}")
-    if q.shape[2] % k_pool.shape[2]:
-        raise ValueError(f"q: expected a multiple of {k_pool.shape[2]} query heads (axis 2), got {q.shape[2]}")
-    if out is not None:
-        check_tensor("out", out, tuple(q.shape), (q.dtype,), q)

@@ -17,18 +17,16 @@ from .attention_core import (
     AttentionWorkspace,
     Plan,
     attend_tile,
-    check_query,
     dense_split,
     finish_split,
-    launch_options,
     load_pages,
-    merge_kernel,
     plan_attention,
     resolve_scale,
     store_rows,
     tile_logits,
 )
-from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, power_of_two, precision_of
+from .attention_launch import check_attention, launch_options, merge_splits, scratch_for
+from .runtime import INTERPRETED, begin_dependent, power_of_two, precision_of
 
 MAX_QUERY_ROWS = 8192
 
@@ -204,22 +202,15 @@ def dense_verify(
     zero. `max_keys` bounds lengths + T (default: what the page table holds) and only steers the number of splits.
     Returns [B, T, Hq, D]. Nothing is allocated when `out` and `workspace` are passed. Raises ValueError on bad input.
     """
-    check_query(q, k_pool, out, MAX_QUERY_ROWS)
+    given = {"lengths": lengths, "num_tokens": num_tokens}
+    check_attention(q, k_pool, v_pool, page_table, out, MAX_QUERY_ROWS, window, softcap, **given)
     batch, tokens, num_heads, dim = q.shape
     page_size, num_kv_heads = k_pool.shape[1], k_pool.shape[2]
-    check_pools(k_pool, v_pool, page_table, batch)
-    check_counts(batch, q, lengths=lengths, num_tokens=num_tokens)
-    if window < 0 or softcap < 0:
-        raise ValueError(f"window, softcap: expected 0 (off) or more, got {window}, {softcap}")
     capacity = page_table.shape[1] * page_size
     group = num_heads // num_kv_heads
     config = config or choose_config(tokens * group, dim, q.dtype)
     launch = plan(q, num_kv_heads, min(max_keys or capacity, capacity), config)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if workspace is None:
-        workspace = AttentionWorkspace(launch.num_rows, dim, launch.num_counters, q.device)
-    workspace.check(launch.num_rows, dim, launch.num_counters, q)
+    out, workspace = scratch_for(q, launch, out, workspace)
     scale = resolve_scale(scale, dim)
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
@@ -234,12 +225,5 @@ def dense_verify(
         WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PDL=dependent,
         DESCRIBED=tiles is not None, **options,
     )  # fmt: skip
-    if launch.splits > 1 and not launch.fused:
-        chunk = min(config.block_m, 4)
-        extra = {"launch_pdl": True} if dependent else {}
-        merge_kernel[(batch * num_kv_heads, triton.cdiv(min(config.block_m, tokens * group), chunk), launch.row_tiles)](
-            out, workspace.outputs, workspace.stats, lengths, num_tokens, lengths, tokens, window, num_heads,
-            HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            BLOCK_R=chunk, SPLITS=launch.splits, WINDOW=window > 0, SPARSE=False, PDL=dependent, num_warps=4, **extra,
-        )  # fmt: skip
+    merge_splits(out, workspace, lengths, num_tokens, None, window, launch, config, num_kv_heads, dependent)
     return out

@@ -17,21 +17,18 @@ from .attention_core import (
     AttentionWorkspace,
     Plan,
     attend_tile,
-    check_query,
     finish_split,
-    launch_options,
-    merge_kernel,
     plan_attention,
     resolve_scale,
     sparse_split,
     store_rows,
     tile_logits,
 )
+from .attention_launch import check_attention, launch_options, merge_splits, scratch_for
 from .runtime import (
     INTERPRETED,
     begin_dependent,
     check_counts,
-    check_pools,
     check_tensor,
     num_multiprocessors,
     power_of_two,
@@ -214,14 +211,11 @@ def sparse_verify(
     indices back and checks their range and order.
     Returns [B, T, Hq, D]; allocates nothing when slots, slot_counts, out and workspace are passed. Raises ValueError.
     """
-    check_query(q, k_pool, out, MAX_QUERY_ROWS)
+    given = {"lengths": lengths, "num_tokens": num_tokens, "counts": counts}
+    check_attention(q, k_pool, v_pool, page_table, out, MAX_QUERY_ROWS, window, softcap, **given)
     batch, tokens, num_heads, dim = q.shape
     page_size, num_kv_heads = k_pool.shape[1], k_pool.shape[2]
-    check_pools(k_pool, v_pool, page_table, batch)
-    check_counts(batch, q, lengths=lengths, num_tokens=num_tokens, counts=counts)
     check_tensor("indices", indices, (batch, None), (torch.int32,), q, contiguous=False)
-    if window < 0 or softcap < 0:
-        raise ValueError(f"window, softcap: expected 0 (off) or more, got {window}, {softcap}")
     if debug:
         check_indices(indices, counts, lengths, block_size)
     if slots is None or slot_counts is None:
@@ -235,11 +229,7 @@ def sparse_verify(
     group = num_heads // num_kv_heads
     config = config or choose_config(tokens * group, dim, q.dtype)
     launch = plan(q, num_kv_heads, max_entries, config)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if workspace is None:
-        workspace = AttentionWorkspace(launch.num_rows, dim, launch.num_counters, q.device)
-    workspace.check(launch.num_rows, dim, launch.num_counters, q)
+    out, workspace = scratch_for(q, launch, out, workspace)
     scale = resolve_scale(scale, dim)
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
@@ -264,12 +254,5 @@ def sparse_verify(
         SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent,
         **options,
     )  # fmt: skip
-    if launch.splits > 1 and not launch.fused:
-        chunk = min(config.block_m, 4)
-        extra = {"launch_pdl": True} if dependent else {}
-        merge_kernel[(batch * num_kv_heads, triton.cdiv(min(config.block_m, tokens * group), chunk), launch.row_tiles)](
-            out, workspace.outputs, workspace.stats, lengths, num_tokens, slot_counts, tokens, window, num_heads,
-            HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            BLOCK_R=chunk, SPLITS=launch.splits, WINDOW=window > 0, SPARSE=True, PDL=dependent, num_warps=4, **extra,
-        )  # fmt: skip
+    merge_splits(out, workspace, lengths, num_tokens, slot_counts, window, launch, config, num_kv_heads, dependent)
     return out
