@@ -74,14 +74,17 @@ def generate(ctx: click.Context, **values: Any) -> None:
         note(f"model: {session.target.spec}")
         note(f"options: {options}")
         note(f"request: {request}")
-    with prefill_bar() as progress:
-        stream = session.stream_generate(prompt, request, progress=progress)
-        if values["as_json"]:
-            _print_json(stream, session.target.spec.name)
-        else:
-            _print_text(stream, whole=values["no_stream"])
-    if cache_file is not None:
-        session.save_kept(cache_file)
+    try:
+        with prefill_bar() as progress:
+            stream = session.stream_generate(prompt, request, progress=progress)
+            if values["as_json"]:
+                _print_json(stream, session.target.spec.name)
+            else:
+                _print_text(stream, whole=values["no_stream"])
+    finally:
+        # Also after Ctrl-C: what was read of a long document need not be read again.
+        if cache_file is not None:
+            session.save_kept(cache_file)
 
 
 def _print_text(stream: Iterator[Any], whole: bool) -> None:
@@ -108,7 +111,8 @@ def _print_text(stream: Iterator[Any], whole: bool) -> None:
 
 
 def _print_json(stream: Iterator[Any], model: str) -> None:
-    responses = list(stream)
+    with closing(stream):  # type: ignore[type-var]
+        responses = list(stream)
     last = responses[-1]
     result = {
         "model": model,

@@ -10,6 +10,7 @@ from typing import cast
 
 from dustin.errors import UsageError
 from dustin.interfaces import Backend
+from dustin.interrupts import held
 from dustin.launch import kind
 
 BACKENDS = {
@@ -46,7 +47,8 @@ def create(name: str = "auto", device: str = "auto") -> Backend:
             raise UsageError(f"backend is {name!r}, expected {started}: {starter} split models over ranks of the {started} backend")
         path = PARALLEL[started]
     try:
-        module = importlib.import_module(path)
+        with held():
+            module = importlib.import_module(path)
     except ImportError as error:
         hint = _INSTALL.get(name, "run `dustin doctor` to see what is missing")
         raise UsageError(f"backend {name!r} cannot be used here: {error}: {hint}") from error

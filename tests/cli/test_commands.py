@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from dustin import registry
 from tests import tiny_model
 from tests.cli.running import dustin, fails, first_output, popen
 
@@ -208,6 +210,34 @@ def test_ctrl_c_ends_generate(environment: dict[str, str], slow: Path, start: li
     start[0].send_signal(signal.SIGINT)
     _, err = start[0].communicate(timeout=60)
     assert start[0].returncode == 130 and b"Traceback" not in err
+
+
+def test_ctrl_c_before_anything_is_imported(environment: dict[str, str]) -> None:
+    program = """
+import sys
+class Pressed:
+    def find_spec(self, name, *_):
+        if name == "dustin.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Pressed())
+from dustin.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_while_a_backend_is_imported_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = []
+
+    def imports(path: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        imported.append(path)
+
+    monkeypatch.setattr(registry.importlib, "import_module", imports)
+    with pytest.raises(KeyboardInterrupt):
+        registry.create("numpy")
+    assert imported == ["dustin.backends.numpy_reference.backend"]
 
 
 def test_closed_pipe_is_quiet(environment: dict[str, str], slow: Path, start: list[subprocess.Popen[bytes]]) -> None:

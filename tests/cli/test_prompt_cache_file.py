@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 from tests import tiny_model
-from tests.cli.running import dustin, fails
+from tests.cli.running import dustin, fails, first_output, popen
 
 
 def test_generate_reads_a_document_once(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
@@ -19,6 +21,20 @@ def test_generate_reads_a_document_once(model: Path, environment: dict[str, str]
     plain = json.loads(dustin(environment, *ask, "another?").stdout)
     assert json.loads(again.stdout)["tokens"] == plain["tokens"]
     assert json.loads(again.stdout)["stats"]["reused_prompt_tokens"] > 200 and f"prompt cache {kept}: " in again.stderr
+
+
+def test_ctrl_c_keeps_what_was_read(
+    slow: Path, environment: dict[str, str], tmp_path: Path, start: list[subprocess.Popen[bytes]]
+) -> None:
+    (tmp_path / "a.txt").write_text("a document of some length. " * 8)
+    ask = ["generate", "-m", slow, "-f", tmp_path / "a.txt", "--prompt-cache-file", tmp_path / "a.kv", "what?"]
+    start.append(popen(environment, *ask, "-n", 40_000, "--ignore-eos"))
+    first_output(start[0])
+    start[0].send_signal(signal.SIGINT)
+    start[0].communicate(timeout=60)
+    assert start[0].returncode == 130
+    again = dustin(environment, *ask, "-n", 2, "--json")
+    assert json.loads(again.stdout)["stats"]["reused_prompt_tokens"] > 200
 
 
 def test_a_chat_goes_on_from_its_file(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
