@@ -49,6 +49,9 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "lookahead_share": (("--lookahead-share",), "Share of the budget chosen by the draft's queries.", {"type": float}),
     "profile": (("--profile",), "Scoring heads: auto (this pair's profile, else a heuristic), none, or a file.", {}),
     "dense_layers": (("--dense-layers",), "Layers that read everything. Default: the profile's.", {"type": LayerList()}),
+    "reselection_layers": (
+        ("--reselection-layers",), "Layers whose queries choose the set anew. Default: the profile's.", {"type": LayerList()},
+    ),
     "top_mass": (("--top-mass",), "Read no more than holds this share of the scores.", {"type": float}),
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
     "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),
@@ -223,6 +226,7 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 
 _NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}
 _SPARSE = (
-    "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers", "top_mass",
+    "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers",
+    "reselection_layers", "top_mass",
 )  # fmt: skip
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")

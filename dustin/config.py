@@ -62,7 +62,8 @@ class EngineOptions:
 
     `lookahead_share` is m of METHOD 3: the share of the unprotected budget filled by draft scores; None takes the profile's.
     `profile` is a file of scoring heads that `dustin calibrate` wrote, `auto` (the one of this pair, else the heuristic) or
-    `none`. `dense_layers` ignore the set; None takes the profile's. `top_mass` cuts each set to what holds that share of the
+    `none`. `dense_layers` ignore the set; at `reselection_layers` the rows in flight choose it anew; None takes the
+    profile's. `top_mass` cuts each set to what holds that share of the
     scores, so that the budget is only the most. `lookahead_lag` 1 uses
     the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
     `exact_block` is how many provisional tokens one dense check covers. A row drafts no more once the chance that its run of
@@ -80,6 +81,7 @@ class EngineOptions:
     lookahead_share: float | None = None
     profile: str = "auto"
     dense_layers: tuple[int, ...] | None = None
+    reselection_layers: tuple[int, ...] | None = None
     top_mass: float | None = None
     lookahead_lag: int | None = None
     rectify_interval: int = 256
@@ -106,8 +108,9 @@ class EngineOptions:
             )
         _require("lookahead_share", self.lookahead_share, self.lookahead_share is None or 0 <= self.lookahead_share <= 1, "0 to 1")
         _require("profile", self.profile, bool(self.profile), "auto, none or a file")
-        layers = self.dense_layers or ()
-        _require("dense_layers", layers, all(layer >= 0 for layer in layers), "layers from 0 on")
+        for name in ("dense_layers", "reselection_layers"):
+            layers = getattr(self, name) or ()
+            _require(name, layers, all(layer >= 0 for layer in layers), "layers from 0 on")
         _require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")
         _require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
         _require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")

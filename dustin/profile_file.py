@@ -67,6 +67,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
             "target_heads": {str(layer): list(heads) for layer, heads in scoring.target.heads.items()},
             "draft_heads": {str(layer): list(heads) for layer, heads in scoring.draft.heads.items()},
             "dense_layers": list(scoring.dense_layers),
+            "reselection_heads": {str(layer): list(heads) for layer, heads in scoring.reselection.heads.items()},
         }
         | {name: getattr(scoring, name) for name in _NUMBERS},
         "retrieval_heads": dict(profile.retrieval_heads),
@@ -81,13 +82,13 @@ def from_json(content: Any, where: str) -> Profile:
         raise UsageError(f"{where} is no profile of version {VERSION} (found {found!r}): make it anew with `dustin calibrate`")
     try:
         given = content["scoring"]
-        taps = [
-            Tap({int(layer): tuple(int(head) for head in heads) for layer, heads in given[name].items()})
-            for name in ("target_heads", "draft_heads")
-        ]
+        # Profiles of before have no reselection.
+        named = [given["target_heads"], given["draft_heads"], given.get("reselection_heads", {})]
+        taps = [Tap({int(layer): tuple(int(head) for head in heads) for layer, heads in part.items()}) for part in named]
         numbers = {name: kind(given[name]) for name, kind in _NUMBERS.items() if name in given}
         dense = tuple(int(layer) for layer in given.get("dense_layers", ()))
-        scoring = Scoring(taps[0], taps[1], dense_layers=dense, source=f"profile {content['name']}", **numbers)
+        source = f"profile {content['name']}"
+        scoring = Scoring(taps[0], taps[1], dense_layers=dense, reselection=taps[2], source=source, **numbers)
         keys = (tuple(content["target_fingerprints"]), tuple(content["draft_fingerprints"]))
         rest = [content.get(name, {}) for name in ("models", "retrieval_heads", "record")]
         return Profile(content["name"], *keys, scoring, *rest)
@@ -147,6 +148,7 @@ def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | Non
     for kind, tap, spec in (("target", scoring.target, target), ("draft", scoring.draft, draft)):
         if spec is not None:
             _check(options.profile, kind, tap, spec)
+    _check(options.profile, "reselection of the target", scoring.reselection, target)
     _check(options.profile, "dense layers of the target", Tap(dict.fromkeys(scoring.dense_layers, ())), target)
     return scoring if draft is not None else replace(scoring, draft=Tap({}))
 

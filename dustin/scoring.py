@@ -15,7 +15,8 @@ DEFAULT_SHARE = 0.6
 class Scoring:
     """What a selector scores with.
 
-    `target` and `draft` are the scoring heads; `lookahead_share` is m; `dense_layers` ignore the set. The target's history is
+    `target` and `draft` are the scoring heads; `lookahead_share` is m; `dense_layers` ignore the set; at the layers of
+    `reselection` their heads' queries of the rows in flight choose it anew. The target's history is
     the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before;
     `smoothing` is the width in tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are
     scored, in the rounds between only the `pool` best of then. `source` names where this comes from.
@@ -30,6 +31,7 @@ class Scoring:
     smoothing: int = 1
     refresh: int = 1
     pool: int = 4096
+    reselection: Tap = field(default_factory=lambda: Tap({}))
     source: str = "heuristic"
 
     def pool_for(self, budget: int) -> int:
@@ -46,6 +48,8 @@ class Scoring:
             parts.append(f"all tokens every {self.refresh} rounds, a pool in between")
         if self.dense_layers:
             parts.append("dense layers " + ", ".join(str(layer) for layer in self.dense_layers))
+        if self.reselection.heads:
+            parts.append("chosen anew at layers " + ", ".join(str(layer) for layer in self.reselection.heads))
         return f"{self.source}, " + "; ".join(parts)
 
 
@@ -74,7 +78,9 @@ def scoring_bytes(scoring: Scoring, target: ModelSpec, draft: ModelSpec | None, 
     """Bytes of both caches that scoring reads a round and sequence, on average over refreshes."""
     pool = min(scoring.pool_for(budget), context)
     tokens = round((context + (scoring.refresh - 1) * pool) / scoring.refresh)
-    return ReadBytes(target).scoring(scoring.target, tokens) + (ReadBytes(draft).scoring(scoring.draft, tokens) if draft else 0)
+    again = ReadBytes(target).scoring(scoring.reselection, context)
+    own = ReadBytes(target).scoring(scoring.target, tokens) + again
+    return own + (ReadBytes(draft).scoring(scoring.draft, tokens) if draft else 0)
 
 
 def budget_within(allowed: int, scoring: Scoring, target: ModelSpec, draft: ModelSpec | None, context: int, step: int = 64) -> int:

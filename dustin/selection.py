@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
 from dustin.interfaces import ModelSpec, Selector, Tap
@@ -23,9 +25,15 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
     """The selector named in the options, for one batch. Those that look at every layer need the target's `spec`."""
     name = options.selector
     scoring = scoring or Scoring(Tap({}), Tap({}))
-    beyond = [layer for layer in options.dense_layers or () if spec is not None and layer >= spec.num_layers]
-    if beyond and spec is not None:
-        raise UsageError(f"dense_layers names layer {beyond[0]}, expected 0 to {spec.num_layers - 1}: {spec.name} has no more")
+    for field in ("dense_layers", "reselection_layers"):
+        for layer in getattr(options, field) or ():
+            if spec is not None and layer >= spec.num_layers:
+                raise UsageError(f"{field} names layer {layer}, expected 0 to {spec.num_layers - 1}: {spec.name} has no more")
+            if spec is not None and field == "reselection_layers" and layer in spec.sliding_layers:
+                raise UsageError(f"reselection_layers names layer {layer}, which has a sliding window: it reads no set")
+    if options.reselection_layers is not None:
+        heads = tuple(range(spec.num_heads)) if spec is not None else ()
+        scoring = replace(scoring, reselection=Tap(dict.fromkeys(sorted(options.reselection_layers), heads)))
     if name in _EVERY_LAYER:
         if spec is None:
             raise UsageError(f"selector {name!r} looks at every layer: create_selector needs the target's spec")

@@ -75,7 +75,8 @@ class SetMemory:
             # Their first round has history alone, as a batch's first round has.
             alone = self.selector.select(replace(context, lookahead=None, repeat=True))
             if alone is not None:
-                chosen = self.backend.replace_set_rows(chosen, alone, [row.row in self._unlagged for row in self.rows])
+                rows = [row.row in self._unlagged for row in self.rows]
+                chosen = replace(self.backend.replace_set_rows(chosen, alone, rows), reselection=alone.reselection)
         if drafts.queries:
             self._unlagged -= taking
         self._prompt = None

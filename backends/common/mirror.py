@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dustin.errors import DustinError, ModelError
+from dustin.errors import DustinError, ModelError, UsageError
 from dustin.interfaces import Array, ModelSpec, Tap, TokenSet
 
 Problem = tuple[type[DustinError], str] | None
@@ -93,7 +93,10 @@ class Mirrored:
 def forward_order(
     cache: RankCache, num_tokens: Sequence[int], token_set: TokenSet | None, tap: Tap | None, logits: str
 ) -> tuple[dict[str, Any], list[Array]]:
-    """Values of a forward's order, and the arrays of its set, which follow the tokens; see `set_of_order`."""
+    """Values of a forward's order, and the arrays of its set, which follow the tokens; see `set_of_order`. Raise UsageError
+    on a set with a reselection: its heads would lie on several ranks."""
+    if token_set is not None and token_set.reselection is not None:
+        raise UsageError("reselection layers do not work with --tensor-parallel: leave --reselection-layers out, or set it to none")
     layers = [] if token_set is None else sorted(token_set.by_layer)
     sets = [] if token_set is None else [token_set, *(token_set.by_layer[i] for i in layers)]
     values = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -202,3 +202,36 @@ def select(
         indices[b, : len(row)] = row
         counts[b] = len(row)
     return TokenSet(indices, counts)
+
+
+def reselected(
+    token_set: TokenSet | None,
+    q: Floats,
+    cache: Cache,
+    layer: int,
+    num_tokens: Sequence[int],
+    scale: float,
+    softcap: float | None,
+) -> TokenSet | None:
+    """The set that `layer` and those after it read: `token_set`, or where its reselection names the layer the choice of the
+    in-flight queries q [B, T, Hq, D]. Committed rows are cache.lengths. Raise ValueError on heads that q lacks."""
+    again = None if token_set is None else token_set.reselection
+    if token_set is None or again is None or layer not in again.heads:
+        return token_set
+    heads = list(again.heads[layer])
+    if not heads or min(heads) < 0 or max(heads) >= q.shape[2]:
+        raise ValueError(f"reselection names heads {heads} of layer {layer}, expected some of 0 to {q.shape[2] - 1}")
+    scores = np.full((cache.batch, max(cache.lengths)), -np.inf)
+    for b, length in enumerate(cache.lengths):
+        rows = min(num_tokens[b], again.max_rows)
+        if not length or not rows:
+            continue
+        keys = cache.keys[layer][b, :length]
+        group = q.shape[2] // keys.shape[1]
+        masses = [softmax(head_logits(q[b, r, heads], keys, heads, group, scale, softcap)) for r in range(rows)]
+        scores[b, :length] = np.concatenate(masses).mean(axis=0)
+    made = select(
+        scores.astype(np.float32), None, cache.lengths, budget=again.budget, num_sink_tokens=again.num_sink_tokens,
+        num_recent_tokens=again.num_recent_tokens, num_draft_selected=0,
+    )  # fmt: skip
+    return replace(token_set, indices=made.indices, counts=made.counts)

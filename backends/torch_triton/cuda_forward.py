@@ -13,6 +13,7 @@ from dustin.backends.torch_triton.cuda_cache import PagePool
 from dustin.backends.torch_triton.cuda_decode import DecodeBlocks, attention_config, supports
 from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
 from dustin.backends.torch_triton.model import Peers, embed
+from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Layer, Linear, Weights
 from dustin.triton_kernels import dense_verify as dense
 from dustin.triton_kernels import sparse_verify as sparse
@@ -43,7 +44,8 @@ class Slots:
 @dataclass
 class Inputs:
     """What a forward reads, all on the device: tokens [B, T] int64; lengths (before the step), num_tokens [B] int32;
-    page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense)."""
+    page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense), and
+    `again` replaces the shared one during the forward."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -51,6 +53,7 @@ class Inputs:
     page_table: torch.Tensor
     shared: Slots | None = None
     by_layer: Mapping[int, Slots | None] = field(default_factory=dict)
+    again: Rechoice | None = None
 
     def slots_of(self, layer: int) -> Slots | None:
         """The set that `layer` reads."""
@@ -202,6 +205,9 @@ class DeviceForward:
 
     def _attend(self, q: torch.Tensor, inputs: Inputs, index: int) -> torch.Tensor:
         window = self.config.windows[index] or 0
+        settled = True
+        if inputs.again is not None and index in inputs.again.heads:
+            inputs.shared, settled = self._choose(inputs.again, q, inputs, index), False
         # A layer with a window keeps it and ignores the set.
         slots = None if window else inputs.slots_of(index)
         keys, values = self.pool.keys[index], self.pool.values[index]
@@ -215,9 +221,15 @@ class DeviceForward:
             q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, slots.indices[:, :rows], slots.counts,
             slots=slots.slots, slot_counts=slots.counts, workspace=self._workspace(q, slots.slots.shape[1], sparse_keys=True),
             config=self._sparse_config(q),
-            # The launch before wrote the queries and the in-flight rows; slots are older.
-            settled=True,
+            # The launch before wrote the queries and the in-flight rows; slots are older, unless they were chosen right here.
+            settled=settled,
         )  # fmt: skip
+
+    def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> Slots:
+        """The set that the rows in flight choose at this layer."""
+        pool, table = self.pool, inputs.page_table
+        indices, counts = again.choose(q, pool.keys[index], table, inputs.lengths, inputs.num_tokens, index, self.config)
+        return make_slots(indices, counts, inputs.lengths, inputs.num_tokens, table, pool.page_size, q.shape[1])
 
     def _sparse_config(self, q: torch.Tensor) -> AttentionConfig:
         batch, rows, heads, dim = q.shape

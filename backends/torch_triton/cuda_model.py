@@ -20,6 +20,7 @@ from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, mak
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.model import Peers
+from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet
 
@@ -212,6 +213,7 @@ class _Call:
         self._heads, self._last_row_only, self._logits = heads, last_row_only, logits
         self._dense = frozenset(token_set.dense_layers) if token_set is not None else frozenset()
         self._sets = _sets_of(token_set)
+        self._again = Rechoice.of(token_set.reselection) if token_set is not None else None
 
     def run(
         self,
@@ -222,7 +224,8 @@ class _Call:
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         widths = tuple((layer, _rounded(part.indices.shape[1])) for layer, part in sorted(self._sets.items()))
         shape = (*tokens.shape, self._cache.page_table.shape[1], widths, self._dense)
-        key = (*shape, tuple(sorted(self._heads.items())), self._last_row_only, self._logits, graph, self._variant)
+        heads = tuple(sorted(self._heads.items()))
+        key = (*shape, heads, self._last_row_only, self._logits, graph, self._variant, self._again)
         if key not in self._engine.graphs:
             static = self._static(tokens.shape, dict(widths))
             self._fill(static, tokens, lengths, counts)
@@ -232,6 +235,8 @@ class _Call:
             self._engine.graphs[key] = static, captured
         static, captured = self._engine.graphs[key]
         self._fill(static, tokens, lengths, counts)
+        # What was captured keeps this call, for its launches: cache and sets must not live as long as that.
+        del self._cache, self._sets
         out, queries = captured()
         if not graph:
             return out, queries
@@ -273,7 +278,7 @@ class _Call:
         }
         by_layer: dict[int, Any] = {layer: None for layer in self._dense}
         by_layer.update({layer: slots for layer, slots in made.items() if layer >= 0})
-        complete = dataclasses.replace(inputs, shared=made.get(_SHARED), by_layer=by_layer)
+        complete = dataclasses.replace(inputs, shared=made.get(_SHARED), by_layer=by_layer, again=self._again)
         return self._engine.forward.run(complete, self._heads, self._last_row_only, self._logits)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from dustin.backends.torch_triton import rope
+from dustin.backends.torch_triton import ops, rope
 from dustin.backends.torch_triton.attention import Attention
 from dustin.backends.torch_triton.cache import TorchCache, check_forward
 from dustin.backends.torch_triton.config import ModelConfig
@@ -136,6 +136,7 @@ class TorchModel:
             cache.write(i, where, k, v)
             if i in heads:
                 queries[i] = q[:, list(heads[i])]
+            token_set = ops.reselected(token_set, q, cache, i, counts, num_heads=self.config.num_heads, scale=self.scale)
             attended = attention(q, cache, i, set_of_layer(token_set, i), self.config.windows[i])
             hidden = hidden + self._sum(linear(attended.flatten(1), layer.output))
             hidden = hidden + self._sum(self._mlp(layer, hidden))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from dustin.backends.torch_triton.cache import TorchCache, check_lengths
-from dustin.interfaces import Tap, TokenSet
+from dustin.interfaces import Reselection, Tap, TokenSet
 
 # Keys taken to fp32 at once when scoring.
 _SCORE_CHUNK = 4096
@@ -116,6 +117,58 @@ def _indices(chosen: torch.Tensor, width: int) -> torch.Tensor:
     rank = torch.where(chosen, chosen.cumsum(1) - 1, width)
     at = torch.arange(chosen.shape[1], device=chosen.device, dtype=torch.int32).expand(chosen.shape)
     return torch.zeros(len(chosen), width + 1, dtype=torch.int32, device=chosen.device).scatter_(1, rank, at)[:, :width]
+
+
+def reselected(
+    token_set: TokenSet | None,
+    q: torch.Tensor,
+    cache: TorchCache,
+    layer: int,
+    num_tokens: Sequence[int],
+    *,
+    num_heads: int,
+    scale: float,
+) -> TokenSet | None:
+    """The set that `layer` and those after it read: `token_set`, or where its reselection names the layer the choice of the
+    in-flight queries q [R, Hq, D] (sequence by sequence). Raise ValueError on heads that q lacks."""
+    again = reselection_at(token_set, layer, q.shape[1])
+    if token_set is None or again is None:
+        return token_set
+    heads = again.heads[layer]
+    scores = torch.full((cache.batch, max(cache.lengths)), float("-inf"), device=cache.device)
+    start = 0
+    for b, (length, count) in enumerate(zip(cache.lengths, num_tokens, strict=True)):
+        rows = min(count, again.max_rows)
+        if length and rows:
+            mass = _mass(q[start : start + rows, list(heads)], heads, cache.keys[layer][b, :length], num_heads, scale)
+            scores[b, :length] = mass / (rows * len(heads))
+        start += count
+    windows = (again.num_sink_tokens, again.num_recent_tokens)
+    made = select(scores, None, cache.lengths, again.budget, *windows, 0, scores.device)
+    return replace(token_set, indices=made.indices, counts=made.counts)
+
+
+def choose(
+    scores: torch.Tensor, lengths: torch.Tensor, budget: int, num_sink_tokens: int, num_recent_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices [B, budget] int32 and counts [B] int32 of the quota rule by target scores alone, all lengths on the device."""
+    at, end = torch.arange(scores.shape[1], device=scores.device)[None], lengths[:, None]
+    inside = at < end
+    chosen = inside & ((at < num_sink_tokens) | (at >= end - num_recent_tokens) | (end <= budget))
+    # Of a row that fits, nothing is left to choose from.
+    chosen |= _best(scores, inside & ~chosen, budget - num_sink_tokens - num_recent_tokens)
+    return _indices(chosen, budget), lengths.clamp(max=budget).to(torch.int32)
+
+
+def reselection_at(token_set: TokenSet | None, layer: int, num_heads: int) -> Reselection | None:
+    """The reselection of a set where it names `layer`. Raise ValueError on heads that the layer lacks."""
+    again = None if token_set is None else token_set.reselection
+    if again is None or layer not in again.heads:
+        return None
+    heads = again.heads[layer]
+    if not heads or min(heads) < 0 or max(heads) >= num_heads:
+        raise ValueError(f"reselection names heads {list(heads)} of layer {layer}, expected some of 0 to {num_heads - 1}")
+    return again
 
 
 def extend(token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> TokenSet:

@@ -47,19 +47,37 @@ class Tap:
         return {layer: [self.heads[layer].index(head) for head in heads] for layer, heads in want.heads.items()}
 
 
+@dataclass(frozen=True)
+class Reselection:
+    """Layers of a forward that choose its set anew, from the in-flight rows' own queries (as TidalDecode, arXiv 2410.05076).
+
+    `heads` maps each to the query heads that score there, whose keys are read whole. Its choice serves itself and the layers
+    after it up to the next one: sinks, recent tokens, then the best by the mean over those heads and a sequence's first
+    `max_rows` valid rows of the softmax over [0, lengths[b]); `budget` tokens in all, ties to the lower index. With `max_rows`
+    1 the set depends on committed tokens alone, whatever was drafted.
+    """
+
+    heads: Mapping[int, tuple[int, ...]]
+    budget: int
+    num_sink_tokens: int
+    num_recent_tokens: int
+    max_rows: int = 16
+
+
 @dataclass
 class TokenSet:
     """The committed tokens that sparse attention may see: ONE set for every layer and head.
 
     `indices` [B, k] int32 ascending, valid up to `counts` [B] int32 (entries beyond are ignored). `dense_layers` ignore
-    the set; `by_layer` overrides it for single layers. A row whose count equals its committed length equals dense
-    attention bit for bit.
+    the set; `by_layer` overrides it for single layers; `reselection` replaces it from some layers on. A row whose count
+    equals its committed length equals dense attention bit for bit.
     """
 
     indices: Array
     counts: Array
     dense_layers: tuple[int, ...] = ()
     by_layer: Mapping[int, TokenSet] = field(default_factory=dict)
+    reselection: Reselection | None = None
 
 
 @dataclass

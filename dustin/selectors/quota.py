@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dustin.config import EngineOptions
-from dustin.interfaces import Array, SelectionContext, TokenSet
-from dustin.scoring import Scoring
+from dustin.interfaces import Array, Reselection, SelectionContext, TokenSet
+from dustin.scoring import ReadBytes, Scoring
 from dustin.selectors.base import BaseSelector
 
 
@@ -14,7 +14,8 @@ class QuotaSelector(BaseSelector):
     """`dustin`, `history` (m = 0), `lookahead` (m = 1) and `specattn` (m = 1, cut by mass).
 
     Beyond the paper, where the scoring asks for it: history over several rows and rounds, smoothed scores, scoring within a
-    pool between refreshes, layers kept dense, and sets cut to the smallest that holds `top_mass` of the scores.
+    pool between refreshes, layers kept dense, layers that choose anew in the middle of the forward, and sets cut to the
+    smallest that holds `top_mass` of the scores.
     """
 
     def __init__(self, name: str, options: EngineOptions, scoring: Scoring) -> None:
@@ -50,7 +51,17 @@ class QuotaSelector(BaseSelector):
         if not context.repeat:
             self._restarted = set()
         chosen = self._cut(context, chosen, target, draft)
-        return replace(chosen, dense_layers=self._dense) if self._dense else chosen
+        return replace(chosen, dense_layers=self._dense, reselection=self._again(context))
+
+    def _again(self, context: SelectionContext) -> Reselection | None:
+        """The layers at which the rows in flight choose anew; what that reads is counted."""
+        tap, options = self._scoring.reselection, self._options
+        if not tap.heads:
+            return None
+        self.cost.target_bytes += ReadBytes(context.target.spec).scoring(tap, sum(context.lengths))
+        # With the lag, no set may depend on the drafts that it will judge: the pending token's queries alone choose.
+        rows = 1 if options.lookahead_lag == 1 else RESELECTION_ROWS
+        return Reselection(tap.heads, options.budget, options.num_sink_tokens, options.num_recent_tokens, rows)
 
     def _candidates(self, context: SelectionContext) -> tuple[TokenSet | None, int | None]:
         """The pool of this round with the tokens that came since, or None where all tokens are scored."""
@@ -101,5 +112,7 @@ class QuotaSelector(BaseSelector):
         )
 
 
+# Rows in flight that choose anew: all of a usual round's.
+RESELECTION_ROWS = 16
 # SpecAttn's top-p of the draft's attention mass (arXiv 2510.27641) where --top-mass does not say otherwise.
 SPECATTN_MASS = 0.95

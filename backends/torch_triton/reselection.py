@@ -1,0 +1,74 @@
+"""Sets chosen in the middle of a forward on a CUDA device, by the queries of the rows in flight: launches alone, no host read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dustin.backends.torch_triton import ops
+from dustin.backends.torch_triton.config import ModelConfig
+from dustin.interfaces import Reselection
+from dustin.triton_kernels.score_heads import group_heads, score_heads
+from dustin.triton_kernels.select_tokens import select_tokens
+
+# Larger sets are chosen by torch's own operations: the kernel sorts what it chooses in registers.
+MAX_SELECTED = 2048
+# Rows times heads of a kv head that score_heads takes at once.
+SCORE_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Rechoice:
+    """A Reselection as a captured graph needs it: hashable, the same for every replay."""
+
+    layers: tuple[tuple[int, tuple[int, ...]], ...]
+    budget: int
+    num_sink_tokens: int
+    num_recent_tokens: int
+    max_rows: int
+
+    @classmethod
+    def of(cls, again: Reselection | None) -> Rechoice | None:
+        """The same without mappings; None where there is none."""
+        if again is None or not again.heads:
+            return None
+        layers = tuple(sorted((layer, tuple(heads)) for layer, heads in again.heads.items()))
+        return cls(layers, again.budget, again.num_sink_tokens, again.num_recent_tokens, again.max_rows)
+
+    @property
+    def heads(self) -> dict[int, tuple[int, ...]]:
+        """Scoring heads of each layer that chooses."""
+        return dict(self.layers)
+
+    def choose(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        page_table: torch.Tensor,
+        lengths: torch.Tensor,
+        num_tokens: torch.Tensor,
+        layer: int,
+        config: ModelConfig,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """indices [B, budget] int32 and counts [B] int32 by the queries q [B, T, Hq, D] of `layer` over its keys [pages, page
+        size, Hkv, D]. Raise ValueError on heads that the layer lacks."""
+        heads = self.heads[layer]
+        groups = group_heads(heads, config.num_heads, config.num_kv_heads, q.device)
+        rows = max(1, min(q.shape[1], self.max_rows, SCORE_ROWS // groups.heads.shape[1]))
+        chosen = q[:, :rows]
+        if heads != tuple(range(q.shape[2])):
+            first, last = heads[0], heads[-1] + 1
+            # Neighbours are a view; others are copied together, head by head: an index would have to come from the host.
+            together = heads == tuple(range(first, last))
+            chosen = chosen[:, :, first:last] if together else torch.stack([chosen[:, :, head] for head in heads], 2)
+        scores = torch.empty(len(q), page_table.shape[1] * keys.shape[1], dtype=torch.float32, device=q.device)
+        score_heads(
+            chosen, keys, page_table, lengths, groups, scores, num_rows=num_tokens.clamp(max=rows), scale=config.head_dim**-0.5
+        )
+        if self.budget > MAX_SELECTED:
+            return ops.choose(scores, lengths, self.budget, self.num_sink_tokens, self.num_recent_tokens)
+        return select_tokens(
+            scores, None, lengths, budget=self.budget, num_sink_tokens=self.num_sink_tokens,
+            num_recent_tokens=self.num_recent_tokens, num_draft_selected=0,
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Sets chosen in the middle of a forward: numpy's definition, torch and the CUDA model (interpreted) choose and read the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dustin.backends.numpy_reference.backend import create as create_numpy  # noqa: E402
+from dustin.backends.numpy_reference.model import ModelConfig, NumpyModel, weight_shapes  # noqa: E402
+from dustin.interfaces import Reselection, Tap, TokenSet  # noqa: E402
+
+LENGTHS, ROWS = (70, 41, 12), (3, 1, 2)
+BUDGET = 16
+EVERY = Tap({layer: (0, 1, 2, 3) for layer in range(3)})
+
+
+def torch_model(kind: type, dtype: object = None):
+    """Three layers of random weights, 4 query and 2 kv heads, on torch's CPU model or the CUDA one."""
+    from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
+
+    config = qwen2_config(64, 96, 3, 4, 2, 50, context_length=256)
+    weights = random_weights(config, dtype or torch.float32, torch.device("cpu"), seed=3)
+    return kind(config, weights, "tiny")
+
+
+def numpy_twin(model) -> NumpyModel:
+    """The reference model with the same weights."""
+    c, w = model.config, model.weights
+    config = ModelConfig(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_layers=c.num_layers,
+        num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
+        rope_theta=c.rope_theta, qkv_bias=True, tied_embeddings=c.tied_embeddings, context_length=256,
+    )  # fmt: skip
+    cuts = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+    named = {"model.embed_tokens.weight": w.embedding, "model.norm.weight": w.norm, "lm_head.weight": w.head.weight}
+    for i, layer in enumerate(w.layers):
+        prefix = f"model.layers.{i}."
+        named |= {f"{prefix}input_layernorm.weight": layer.input_norm, f"{prefix}post_attention_layernorm.weight": layer.mlp_norm}
+        for name, weight, bias in zip("qkv", layer.qkv.weight.split(cuts), layer.qkv.bias.split(cuts), strict=True):
+            named |= {f"{prefix}self_attn.{name}_proj.weight": weight, f"{prefix}self_attn.{name}_proj.bias": bias}
+        named[f"{prefix}self_attn.o_proj.weight"] = layer.output.weight
+        gate, up = layer.gate_up.weight.chunk(2)
+        named |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
+        named[f"{prefix}mlp.down_proj.weight"] = layer.down.weight
+    return NumpyModel(config, {key: named[key].double().numpy() for key in weight_shapes(config)}, "twin")
+
+
+def filled(backend, model):
+    """A cache of LENGTHS committed rows of the same random tokens everywhere."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 50, n).tolist() for n in LENGTHS]
+    cache = model.new_cache(len(rows), 100)
+    model.forward(backend.tokens(rows), LENGTHS, cache, logits="none")
+    return cache
+
+
+def fed(backend):
+    """The rows in flight."""
+    return backend.tokens([[5, 9, 11], [7, 0, 0], [3, 2, 0]])
+
+
+def first_set(backend) -> TokenSet:
+    """Sinks and the newest tokens."""
+    return backend.select(
+        None, None, LENGTHS, budget=BUDGET, num_sink_tokens=2, num_recent_tokens=4, num_draft_selected=0
+    )  # fmt: skip
+
+
+def chosen_by_hand(backend, model, cache, layer, heads, queries, rows):
+    """The set that a reselection at `layer` must be: Backend.score on each sequence's valid rows, then Backend.select."""
+    taken = {layer: queries[layer][:, :rows]}
+    scores = backend.score(backend.narrow_queries(taken, EVERY, Tap({layer: heads})), Tap({layer: heads}), model, cache, LENGTHS)
+    return backend.select(
+        scores, None, LENGTHS, budget=BUDGET, num_sink_tokens=2, num_recent_tokens=4, num_draft_selected=0
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [(0, 1, 2, 3), (2,), (1, 3)])
+def test_numpy_reads_what_score_and_select_would_choose(heads):
+    """A forward that chooses at layer 1 equals one whose sets were made by hand from its queries (all rows valid)."""
+    from dustin.backends.torch_triton.model import TorchModel
+
+    backend, model = create_numpy(), numpy_twin(torch_model(TorchModel))
+    tokens, counts = backend.tokens([[5, 9], [7, 1], [3, 2]]), (2, 2, 2)
+    again = Reselection({1: heads}, BUDGET, 2, 4)
+    cache = filled(backend, model)
+    start = dataclasses.replace(first_set(backend), reselection=again)
+    got = model.forward(tokens, counts, cache, token_set=start, tap=EVERY)
+    cache.rollback(LENGTHS)
+    made = chosen_by_hand(backend, model, cache, 1, heads, got.queries, 2)
+    assert not np.array_equal(np.asarray(made.indices), np.asarray(start.indices))
+    by_layer = {1: made, 2: made}
+    want = model.forward(tokens, counts, cache, token_set=dataclasses.replace(first_set(backend), by_layer=by_layer), tap=EVERY)
+    np.testing.assert_array_equal(got.logits, want.logits)
+    cache.rollback(LENGTHS)
+    without = model.forward(tokens, counts, cache, token_set=first_set(backend))
+    assert np.abs(without.logits - got.logits)[0].max() > 1e-3
+    # A sequence that fits the budget is dense whatever chooses.
+    np.testing.assert_array_equal(without.logits[2], got.logits[2])
+
+
+CASES = {
+    "one layer": Reselection({1: (0, 1, 2, 3)}, BUDGET, 2, 4),
+    "some heads": Reselection({0: (2, 3), 2: (0, 3)}, BUDGET, 2, 4),
+    "every layer": Reselection({layer: (0, 1, 2, 3) for layer in range(3)}, 20, 0, 1),
+    "first row": Reselection({1: (1,)}, BUDGET, 2, 4, max_rows=1),
+    "all fit": Reselection({1: (1,)}, 200, 2, 4),
+}
+
+
+def logits_of(backend, model, again: Reselection, dense_layers: tuple[int, ...] = ()) -> np.ndarray:
+    """Logits [B, T, V] of the rows in flight; rows that are not valid are left out by the caller."""
+    cache = filled(backend, model)
+    start = dataclasses.replace(first_set(backend), reselection=again, dense_layers=dense_layers)
+    out = model.forward(fed(backend), ROWS, cache, token_set=start)
+    return np.asarray(out.logits.float() if isinstance(out.logits, torch.Tensor) else out.logits)
+
+
+def check(backend, model, tolerance: float) -> None:
+    """The model against numpy's reference in all cases, batched and alone."""
+    reference = create_numpy(), numpy_twin(model)
+    for name, again in CASES.items():
+        for dense in ((), (1,)):
+            want, got = logits_of(*reference, again, dense), logits_of(backend, model, again, dense)
+            for b, rows in enumerate(ROWS):
+                np.testing.assert_allclose(got[b, :rows], want[b, :rows], atol=tolerance, err_msg=f"{name} {dense} row {b}")
+
+
+def test_torch_equals_numpy():
+    from dustin.backends.torch_triton.backend import create
+    from dustin.backends.torch_triton.model import TorchModel
+
+    check(create("cpu"), torch_model(TorchModel), 2e-4)
+
+
+def test_heads_that_a_layer_lacks_are_named():
+    from dustin.backends.torch_triton.backend import create
+    from dustin.backends.torch_triton.model import TorchModel
+
+    model = torch_model(TorchModel)
+    for backend, any_model in ((create("cpu"), model), (create_numpy(), numpy_twin(model))):
+        with pytest.raises(ValueError, match="names heads .4. of layer 1, expected some of 0 to 3"):
+            logits_of(backend, any_model, Reselection({1: (4,)}, BUDGET, 2, 4))
+
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs below, in a process of its own")
+
+
+@interpreted
+def test_cuda_equals_numpy():
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+
+    check(CudaBackend(torch.device("cpu")), torch_model(CudaModel), 2e-4)
+
+
+@interpreted
+def test_large_budgets_are_chosen_by_torch(monkeypatch):
+    from dustin.backends.torch_triton import reselection
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+
+    monkeypatch.setattr(reselection, "MAX_SELECTED", 8)
+    check(CudaBackend(torch.device("cpu")), torch_model(CudaModel), 2e-4)
+
+
+def test_under_the_interpreter():
+    """Triton reads TRITON_INTERPRET when it is imported, so these tests need a fresh process."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("already interpreted")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "cuda or large", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
