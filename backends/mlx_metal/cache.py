@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from dustin.backends.common.checks import check_copy, check_lengths, check_memory, check_restored, host_bytes
+from dustin.backends.common.ragged import RaggedLengths
 from dustin.errors import MemoryLimitError
 
 
@@ -29,7 +30,7 @@ def free_bytes() -> int | None:
     return None if limit is None else max(0, int(limit) - mx.get_active_memory())
 
 
-class MlxCache:
+class MlxCache(RaggedLengths):
     """The KVCache of dustin.interfaces. Rows at and beyond `lengths[b]` hold anything finite: they are masked, not skipped.
 
     `fence` is an output of the last in-place kernel, or None: what reads it runs after that kernel (see `lengths_array`).
@@ -39,10 +40,7 @@ class MlxCache:
         self, num_layers: int, batch: int, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: mx.Dtype = mx.float32
     ) -> None:
         """Raise ValueError on a shape below 1, MemoryLimitError where 2 * L * B * Nmax * Hkv * D entries do not fit."""
-        for name, value in (("batch", batch), ("capacity", capacity)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected 1 or more")
-        self.capacity = capacity
+        super().__init__(batch, capacity)
         self.num_bytes = 2 * num_layers * batch * capacity * num_kv_heads * head_dim * dtype.size
         check_memory(self.num_bytes, free_bytes(), batch, capacity)
         shape = (batch, capacity, num_kv_heads, head_dim)
@@ -56,17 +54,6 @@ class MlxCache:
                 "Lower --max-kv-size or --batch"
             ) from error
         self.fence: mx.array | None = None
-        self._lengths: tuple[int, ...] = (0,) * batch
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Valid rows of each sequence (host values)."""
-        return self._lengths
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return len(self._lengths)
 
     def lengths_array(self, lengths: Sequence[int]) -> mx.array:
         """`lengths` as int32 [B], ordered after every row written so far.
@@ -76,10 +63,6 @@ class MlxCache:
         """
         made = mx.array(list(lengths), mx.int32)
         return made if self.fence is None else made + mx.minimum(self.fence, 0)
-
-    def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
-        """num_tokens as ints if each sequence has room for its share; raise ValueError if not."""
-        return check_lengths("num_tokens", num_tokens, [0] * self.batch, [self.capacity - n for n in self._lengths])
 
     def destinations(self, num_tokens: Sequence[int]) -> tuple[Any, Any]:
         """Where the next num_tokens[b] rows of each sequence lie: (sequence, slice) for a single one, else index arrays [R]."""
@@ -94,17 +77,6 @@ class MlxCache:
         """Put keys, values [R, Hkv, D] (all sequences' new rows, packed) at `destinations`. Lengths stay: see `advance`."""
         self.keys[layer][where] = keys
         self.values[layer][where] = values
-
-    def advance(self, num_tokens: Sequence[int]) -> None:
-        """Count the rows that every layer has written."""
-        self._lengths = tuple(have + n for have, n in zip(self._lengths, self.check_room(num_tokens), strict=True))
-
-    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
-        new = check_lengths("lengths", lengths, [0] * self.batch, self._lengths)
-        dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
-        self._lengths = new
-        return dropped
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Sequence `target` becomes the first `length` rows of `source`. Raise ValueError on a sequence or length out of range."""

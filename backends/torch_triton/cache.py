@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dustin.backends.common.checks import check_copy, check_forward, check_lengths, check_memory, check_restored, host_bytes
+from dustin.backends.common.ragged import RaggedLengths
 
 __all__ = ["TorchCache", "available_bytes", "check_forward", "check_lengths"]
 
@@ -17,7 +18,7 @@ def available_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host_bytes()
 
 
-class TorchCache:
+class TorchCache(RaggedLengths):
     """The KVCache of dustin.interfaces. Rows at and beyond `lengths[b]` hold anything: nothing may read them."""
 
     def __init__(
@@ -32,32 +33,14 @@ class TorchCache:
         device: torch.device | str = "cpu",
     ) -> None:
         """Raise ValueError on a shape below 1, MemoryLimitError where 2 * L * B * Nmax * Hkv * D entries do not fit."""
-        for name, value in (("batch", batch), ("capacity", capacity)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected 1 or more")
+        super().__init__(batch, capacity)
         self.device = torch.device(device)
-        self.capacity = capacity
         self.num_bytes = 2 * num_layers * batch * capacity * num_kv_heads * head_dim * dtype.itemsize
         check_memory(self.num_bytes, available_bytes(self.device), batch, capacity)
         shape = (batch, capacity, num_kv_heads, head_dim)
         # torch.empty: pages are committed as rows are written, so a generous capacity costs nothing until used.
         self.keys = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(num_layers)]
-        self._lengths: tuple[int, ...] = (0,) * batch
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Valid rows of each sequence (host values)."""
-        return self._lengths
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return len(self._lengths)
-
-    def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
-        """num_tokens as ints if each sequence has room for its share; raise ValueError if not."""
-        return check_lengths("num_tokens", num_tokens, [0] * self.batch, [self.capacity - n for n in self._lengths])
 
     def destinations(self, num_tokens: Sequence[int]) -> torch.Tensor | slice:
         """Where the next num_tokens[b] rows of each sequence lie in [B * Nmax]: a slice where they are neighbours."""
@@ -74,17 +57,6 @@ class TorchCache:
                 flat[where] = rows
             else:
                 flat.index_copy_(0, where, rows)
-
-    def advance(self, num_tokens: Sequence[int]) -> None:
-        """Count the rows that every layer has written."""
-        self._lengths = tuple(have + n for have, n in zip(self._lengths, self.check_room(num_tokens), strict=True))
-
-    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
-        new = check_lengths("lengths", lengths, [0] * self.batch, self._lengths)
-        dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
-        self._lengths = new
-        return dropped
 
     def flat_keys(self, layer: int) -> torch.Tensor:
         """A layer's keys as rows [B * Nmax, Hkv, D] (a view); see `places`."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dustin.backends.common.checks import check_copy, check_restored
+from dustin.backends.common.ragged import RaggedLengths
 from dustin.backends.torch_triton.cache import available_bytes, check_lengths, from_host, host_dtype, to_host
 from dustin.errors import MemoryLimitError
 
@@ -88,7 +89,7 @@ class PagePool:
         self.device = device
 
 
-class PagedCache:
+class PagedCache(RaggedLengths):
     """The KVCache of dustin.interfaces over pages of a pool. Rows at and beyond `lengths[b]` hold anything.
 
     Pages of all B * capacity rows are taken at once, so no append can fail and the table stays as it is; they go back to
@@ -97,16 +98,12 @@ class PagedCache:
 
     def __init__(self, pool: PagePool, batch: int, capacity: int) -> None:
         """Raise ValueError on a size below 1, MemoryLimitError when the pool has too few free pages."""
-        for name, value in (("batch", batch), ("capacity", capacity)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected 1 or more")
+        super().__init__(batch, capacity)
         self.pool = pool
-        self.capacity = capacity
         per_row = -(-capacity // pool.page_size)
         self._pages = [pool.allocator.allocate(per_row) for _ in range(batch)] if self._fits(batch * per_row) else []
         self.num_bytes = batch * per_row * pool.page_bytes
         self.page_table = torch.tensor(self._pages, dtype=torch.int32).to(pool.device)
-        self._lengths: tuple[int, ...] = (0,) * batch
         self._finalizer = weakref.finalize(self, _release, pool.allocator, self._pages)
 
     def _fits(self, count: int) -> bool:
@@ -118,31 +115,10 @@ class PagedCache:
             )
         return True
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Valid rows of each sequence (host values)."""
-        return self._lengths
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return len(self._lengths)
-
     def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
         """num_tokens as ints if each sequence has room for its share; raise ValueError if not."""
         rooms = [(self.capacity if pages else 0) - n for pages, n in zip(self._pages, self._lengths, strict=True)]
         return check_lengths("num_tokens", num_tokens, [0] * self.batch, rooms)
-
-    def advance(self, num_tokens: Sequence[int]) -> None:
-        """Count the rows that every layer has written."""
-        self._lengths = tuple(have + n for have, n in zip(self._lengths, self.check_room(num_tokens), strict=True))
-
-    def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Shorten to lengths[b]; return how many rows each dropped. Raise ValueError on a longer length."""
-        new = check_lengths("lengths", lengths, [0] * self.batch, self._lengths)
-        dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
-        self._lengths = new
-        return dropped
 
     def free_row(self, row: int) -> None:
         """Give a finished sequence's pages back; it can feed no more tokens."""
