@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from bench import rows
+from dustin.bench_command import equal_share
 
 TEXT = Path(__file__).resolve().parent / "data" / "northanger_abbey.txt.xz"
 OUT = rows.RESULTS / "cpu.jsonl"
@@ -143,15 +144,6 @@ def run_transformers(model: Any, cache: Any, prompts: list[list[int]], tokens: i
     return {"tokens_per_s": sum(map(len, made)) / (ended - began), "texts": made}
 
 
-def agreement(texts: list[list[int]], reference: list[list[int]]) -> float:
-    """Mean share of leading tokens equal to the reference's."""
-    shares = []
-    for text, other in zip(texts, reference, strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-        shares.append(same / max(len(other), 1))
-    return statistics.mean(shares)
-
-
 def measure(
     session: Any, hf: Any, source: Path, context: int, full: Any, prompts: list[list[int]], opts: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -186,7 +178,7 @@ def measure(
             "ratio": round(speed / ar, 3), "spread": round(max(speeds[name]) / min(speeds[name]), 2),
             "acceptance_length": round(last[name].get("acceptance_length", 1.0), 2),
             "kv_read_share": round(last[name].get("kv_read_share", 1.0), 3), "mode_rounds": last[name].get("mode_rounds"),
-            "equal_leading_share_vs_ar": round(agreement(last[name]["texts"], last["ar"]["texts"]), 3),
+            "equal_leading_share_vs_ar": round(equal_share(last[name]["texts"], last["ar"]["texts"]), 3),
             "repeated_4grams": round(statistics.mean(repetition(text) for text in last[name]["texts"]), 2),
             "budget": opts["budget"], "num_draft_tokens": opts["gamma"], "command": rows.command(), "commit": rows.commit(),
         }  # fmt: skip

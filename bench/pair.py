@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from bench import rows
-from bench.cpu import TEXT, agreement, repetition
+from bench.cpu import TEXT, repetition
+from dustin.bench_command import equal_share
 
 OUT = rows.RESULTS / "pair.jsonl"
 NEEDLE = " The name of the gardener's grey horse was Bartholomew, as everyone in the parish knew. "
@@ -77,7 +78,7 @@ def main(**opts: Any) -> None:
                 "generated_tokens": stats.generated_tokens, "tokens_per_s": round(stats.generation_tps, 2),
                 "baseline": "ar", "ratio": round(stats.generation_tps / dense.stats.generation_tps, 3),
                 "kv_read_share": round(stats.kv_read_share, 3),
-                "equal_leading_share_vs_ar": round(agreement([result.tokens], [dense.tokens]), 3),
+                "equal_leading_share_vs_ar": round(equal_share([result.tokens], [dense.tokens]), 3),
                 "needle_answered": "Bartholomew" in result.text, "repeated_4grams": round(repetition(result.tokens), 2),
                 "prefill_s": round(stats.prefill_seconds, 1), "peak_memory_bytes": stats.peak_memory_bytes,
                 "scoring": stats.scoring, "command": rows.command(), "commit": rows.commit(),

@@ -15,6 +15,7 @@ import click
 
 from bench import rows
 from bench.cpu import passages
+from dustin.bench_command import equal_share
 
 OUT = rows.RESULTS / "slots.jsonl"
 
@@ -67,15 +68,6 @@ def run(scheduler: Any, prompts: list[list[int]], tokens: int, at_once: int) -> 
         "acceptance_length": round(1 + accepted / steps, 3) if steps else 1.0,
         "texts": texts,
     }
-
-
-def leading_share(texts: list[list[int]], others: list[list[int]]) -> float:
-    """Mean share of leading tokens that are equal."""
-    shares = []
-    for text, other in zip(texts, others, strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-        shares.append(same / max(len(other), 1))
-    return statistics.mean(shares)
 
 
 @click.command()
@@ -137,7 +129,7 @@ def main(**opts: Any) -> None:
                 # On a machine that others use, what the work cost says more than how long it took.
                 "cpu_ratio": round(made[1]["cpu_ms_per_token"] / found["cpu_ms_per_token"], 3),
                 "ratio_to_first_mode": round(found["tokens_per_s"] / first["tokens_per_s"], 3),
-                "equal_leading_share_to_first_mode": round(leading_share(found["texts"], first["texts"]), 3),
+                "equal_leading_share_to_first_mode": round(equal_share(found["texts"], first["texts"]), 3),
                 "kv_read_share": round(scheduler.stats.kv_read_share, 3), "command": rows.command(), "commit": rows.commit(),
                 "note": opts["note"],
             }  # fmt: skip

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from tests.unit.interpreted import interpreted, run_interpreted
 
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs below, in a process of its own")
+pytest.importorskip("triton")
 
 
 def test_under_the_interpreter():
-    """Triton reads TRITON_INTERPRET when it is imported, so these tests need a fresh process."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("already interpreted")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture(scope="module")
