@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,8 @@ from bench import rows as result_rows
 from bench.decode import SLACK, DecodeBench, gpu_ms
 from bench.decode_acceptance import Acceptance
 from bench.decode_rounds import Queries, RoundOptions, Rounds, Side
+from dustin.backends.torch_triton.config import ModelConfig
+from dustin.backends.torch_triton.cuda_forward import Inputs
 from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_7B, qwen2_config, random_weights
 from dustin.backends.torch_triton.ranks import Ranks, join, leave
@@ -33,6 +37,22 @@ from dustin.interfaces import Tap
 from dustin.selection import draft_tap, target_tap
 
 SHAPES = {"7b": ("Qwen2.5-7B", QWEN2_7B), "72b": ("Qwen2.5-72B", qwen2_config(8192, 29568, 80, 64, 8, 152064))}
+DRAFT = QWEN2_0_5B
+# Of a card's memory for all but weights and keys: libraries, graphs, and what a pass of many rows computes.
+REST_BYTES = 6 << 30
+
+
+def bytes_needed(config: ModelConfig, size: int, rows: int) -> int:
+    """Memory of one of `size` cards: its shard of the weights and of `rows` rows of keys and values, the draft's, and the rest."""
+    total = 0
+    for model, share in ((config, size), (DRAFT, 1)):
+        c = model
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        layer = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
+        ends = c.vocab_size * c.hidden_size * (1 if c.tied_embeddings else 2)
+        total += 2 * (c.num_layers * layer + ends) // share
+        total += 2 * 2 * c.num_layers * kv * rows // min(share, c.num_kv_heads)
+    return total + REST_BYTES
 
 
 class AllRanks:
@@ -40,7 +60,7 @@ class AllRanks:
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size, self.variant = ranks.rank, ranks.size, None
-        self.group = ranks._data
+        self.group, self._gather = ranks._data, ranks.gather
         self.quiet = False
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,11 +71,7 @@ class AllRanks:
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """[R, size * n] from every rank's [R, n]."""
-        parts = x.new_empty(self.size, *x.shape)
-        if self.quiet:
-            parts[:] = x
-        else:
-            dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        parts = x.expand(self.size, *x.shape) if self.quiet else self._gather(x)
         return parts.transpose(0, 1).reshape(len(x), -1)
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +93,10 @@ class SplitSide(Side):
 
     def score(self, queries: Queries, lengths: torch.Tensor, num_rows: torch.Tensor, columns: int) -> torch.Tensor:
         """[B, columns] fp32, -inf beyond the lengths."""
-        mine = super().score(queries, lengths, num_rows, columns) * self._share
+        if queries:
+            mine = super().score(queries, lengths, num_rows, columns) * self._share
+        else:
+            mine = torch.zeros(len(lengths), columns, device=lengths.device)
         return self._peers.sum(mine)
 
 
@@ -102,23 +121,32 @@ class SplitBench(DecodeBench):
     """`DecodeBench` on one rank of several."""
 
     def __init__(
-        self, ranks: Ranks, shape: str, context: int, budget: int, paper: bool, drafts: int, acceptance: Acceptance, most: int
+        self, ranks: Ranks, shape: str, context: int, budget: int, paper: bool, acceptance: Acceptance, largest: int
     ) -> None:
+        """`largest` is the largest batch. Raise UsageError where a card is too small for it."""
         device = ranks.device
         self.ranks, self.peers = ranks, AllRanks(ranks)
-        self.num_drafts, self.acceptance = drafts, acceptance
+        self.num_drafts, self.acceptance = 0, acceptance
         self.device, self.context, self.budget, self.paper = device, context, budget, paper
         self.name, whole = SHAPES[shape]
-        self.whole = whole
+        self.whole, self.model = whole, f"{self.name} + Qwen2.5-0.5B shapes"
+        length = context + SLACK + 64
+        asked, has = bytes_needed(whole, ranks.size, largest * length), torch.cuda.get_device_properties(device).total_memory
+        if asked > has:
+            raise click.UsageError(
+                f"batch {largest} needs {asked / 1e9:.0f} GB on each of {ranks.size} cards of {has / 1e9:.0f} GB: lower --batches "
+                "or --context, or take more cards"
+            )
+        click.echo(f"{asked / 1e9:.0f} of {has / 1e9:.0f} GB a card reckoned", err=True)
         shard = Shard(ranks.rank, ranks.size)
         local = shard.config(whole)
         _, share = shard.vocabulary(whole.vocab_size)
         weights = random_weights(dataclasses.replace(local, vocab_size=share), torch.bfloat16, device, 1 + ranks.rank)
         self.target = CudaModel(local, weights, f"{self.name} shard {ranks.rank}", self.peers)
-        self.draft = CudaModel(QWEN2_0_5B, random_weights(QWEN2_0_5B, torch.bfloat16, device, 99), "qwen2.5-0.5b-shape")
+        self.draft = CudaModel(DRAFT, random_weights(DRAFT, torch.bfloat16, device, 99), "qwen2.5-0.5b-shape")
         for model in (self.target, self.draft):
-            model.limit_vocabulary(QWEN2_0_5B.vocab_size)
-            pool = model.new_cache(-(-most // 65536), 65536).pool
+            model.limit_vocabulary(DRAFT.vocab_size)
+            pool = model.new_cache(largest, length).pool
             for store in (*pool.keys, *pool.values):
                 store.normal_(generator=torch.Generator(device).manual_seed(3))
         self.results: list[dict[str, Any]] = []
@@ -131,9 +159,8 @@ class SplitBench(DecodeBench):
         spec = dataclasses.replace(self.target.spec, num_heads=self.whole.num_heads, num_kv_heads=self.whole.num_kv_heads)
         tap, drafts = target_tap(spec), draft_tap(self.draft.spec)
         if self.paper:
-            step = self.whole.num_heads // 4
-            tap = Tap({max(tap.heads): (0, step, 2 * step, 3 * step)})
-            drafts = Tap({layer: (0, 3, 7, 10) for layer in drafts.heads})
+            four = [tuple(i * heads // 4 for i in range(4)) for heads in (self.whole.num_heads, DRAFT.num_heads)]
+            tap, drafts = Tap({max(tap.heads): four[0]}), Tap(dict.fromkeys(drafts.heads, four[1]))
         held = self.whole.num_heads // self.ranks.size
         first = self.ranks.rank * held
         own = Tap({i: tuple(h - first for h in heads if first <= h < first + held) for i, heads in tap.heads.items()})
@@ -141,23 +168,46 @@ class SplitBench(DecodeBench):
         return SplitSide(self.target, caches[0], tap, own, self.peers), Side(self.draft, caches[1], drafts)
 
     def rounds(
-        self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None
-    ) -> Rounds:
+        self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None,
+        last_drafts: int = 0,
+    ) -> Rounds:  # fmt: skip
         """See DecodeBench.rounds."""
-        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget)
+        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget, last_drafts=last_drafts)
         kind = "sparse" if sparse else "dense"
         accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
         state = SplitRounds(*(sides or self.sides(batch)), options, self.context, accepted)
         state.peers = self.peers
         return state
 
+    def plain(self, batch: int, steps: int = 24) -> None:
+        """The baseline, and what its attention takes."""
+        super().plain(batch, steps)
+        state = self.rounds(batch, False, False)
+        one = torch.zeros(batch, 1, dtype=torch.int32, device=self.device)
+        inputs = Inputs(one, state.target_lengths, state.one, state.target.cache.page_table)
+        self.results[-1]["attention_us"] = round(1e3 * gpu_ms(self.capture(lambda: self._layers(state, inputs))), 1)
+
+    def _layers(self, state: Rounds, inputs: Inputs) -> None:
+        """The attention of all layers alone."""
+        forward, config = state.target.forward, state.target.forward.config
+        shape = (*inputs.tokens.shape, config.num_heads, config.head_dim)
+        q = torch.randn(shape, device=self.device).to(state.target.cache.pool.keys[0].dtype)
+        for layer in range(config.num_layers):
+            forward._attend(q, inputs, layer)
+
     def record(self, batch: int, mode: str, tokens: int, seconds: float, **more: Any) -> None:
-        """One row, with the number of ranks."""
+        """One row, with the number of ranks, a card's memory, and what a dense check's attention takes to that of a sparse one."""
         super().record(batch, mode, tokens, seconds, **more, tensor_parallel=self.ranks.size)
         row = self.results[-1]
         row["card"] = f"{self.ranks.size} x {row['card']}"
-        row["model"] = f"{self.name} + Qwen2.5-0.5B shapes"
         row["baseline"] = f"our dense autoregressive decoding with CUDA graphs on the same {self.ranks.size} cards"
+        row["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        same = ("batch", "num_draft_tokens", "context")
+        dense = [r for r in self.results if r["mode"] == "dense" and all(r.get(key) == row.get(key) for key in same)]
+        if dense and mode.startswith("sparse"):
+            taken = row["verify_attention_us"] + row["score_us"] + row["select_us"]
+            row["attention_ratio"] = round(dense[0]["verify_attention_us"] / taken, 2)
+            click.echo(f"        attention with scoring and selection: {row['attention_ratio']}x of dense", err=True)
 
     def _breakdown(self, state: Rounds) -> dict[str, float]:
         """The phases, and what the verification's collectives take: its time with them less its time without."""
@@ -185,14 +235,16 @@ class SplitBench(DecodeBench):
 @click.option("--batches", default="32", show_default=True, help="Batch sizes, in turn.")
 @click.option("--context", default=32768 - SLACK, show_default=True, help="Tokens a sequence has when decoding starts.")
 @click.option("--budget", default=512, show_default=True, help="Tokens of the sparse set.")
-@click.option("--drafts", default=5, show_default=True, help="Draft tokens a round.")
+@click.option("--drafts", default="5", show_default=True, help="Draft tokens a round, in turn.")
 @click.option("--modes", default="ar,dense,sparse,both,rectified,exact", show_default=True, help="What to measure.")
 @click.option("--blocks", default="8", show_default=True, help="Blocks of mode exact.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
+@click.option("--acceptance", default="auto", type=click.Choice(["auto", "measured", "geometric"]), show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
 def main(
-    shape: str, batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, output: Path
-) -> None:
+    shape: str, batches: str, context: int, budget: int, drafts: str, modes: str, blocks: str, paper_scoring: bool, acceptance: str,
+    output: Path,
+) -> None:  # fmt: skip
     """Decoding speed over the GPUs of torchrun's ranks, random weights, acceptance replayed; rows are appended."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise click.UsageError("one rank is running, expected two or more: torchrun --nproc-per-node 2 -m bench tensor_parallel")
@@ -201,24 +253,27 @@ def main(
         raise click.UsageError(f"{torch.cuda.device_count()} GPUs are here, expected one for each rank")
     ranks = join()
     ranks.open(torch.device("cuda", number))
-    sizes = [int(b) for b in batches.split(",") if b]
-    acceptance = decode_acceptance.choose("auto", result_rows.RESULTS / "acceptance.json", "")
+    if ranks.rank:
+        # One rank tells, but none fails in silence.
+        sys.stderr, sys.excepthook = open(os.devnull, "w"), lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+    sizes, gammas = ([int(n) for n in text.split(",") if n] for text in (batches, drafts))
+    replayed = decode_acceptance.choose(acceptance, result_rows.RESULTS / "acceptance.json", "")
+    if acceptance == "auto" and min(replayed.most("sparse"), replayed.most("dense")) < max(gammas):
+        replayed = decode_acceptance.geometric()
     earlier = result_rows.read(output) if output.exists() else []
     with torch.inference_mode():
         began = time.perf_counter()
-        most = max(sizes) * (context + SLACK + 64)
-        bench = SplitBench(ranks, shape, context, budget, paper_scoring, drafts, acceptance, most)
+        bench = SplitBench(ranks, shape, context, budget, paper_scoring, replayed, max(sizes))
         torch.cuda.synchronize()
-        if ranks.rank:
-            sys.stderr = open(os.devnull, "w")
         click.echo(f"shards and caches made in {time.perf_counter() - began:.1f} s", err=True)
-        for batch in sizes:
+        for batch, bench.num_drafts in itertools.product(sizes, gammas):
             for name in modes.split(","):
+                if name == "ar" and bench.num_drafts != gammas[0]:
+                    continue
                 bench.run(name, batch, [int(block) for block in blocks.split(",")])
                 gc.collect()
                 if ranks.rank == 0:
                     result_rows.write(output, earlier + bench.results)
-        click.echo(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB a card", err=True)
     leave()
 
 
