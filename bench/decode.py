@@ -17,9 +17,9 @@ from typing import Any
 import click
 import torch
 
-from bench import decode_acceptance, decode_checks, decode_regimes
+from bench import decode_acceptance, decode_checks, decode_exact, decode_regimes
 from bench import rows as result_rows
-from bench.decode_acceptance import Acceptance, histogram, rounds_of
+from bench.decode_acceptance import Acceptance, histogram
 from bench.decode_peers import transformers_rate
 from bench.decode_rounds import RoundOptions, Rounds, Side
 from dustin.backends.torch_triton.cuda_forward import Inputs, make_slots
@@ -29,7 +29,6 @@ from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_1_5B, QWE
 from dustin.cost_model import shape_of
 from dustin.interfaces import Tap
 from dustin.selection import draft_tap, target_tap
-from dustin.triton_kernels.argmax_rows import argmax_rows
 
 # Rows that decoding may add before the lengths start over.
 SLACK = 1024
@@ -52,14 +51,17 @@ def gpu_ms(function: Callable[[], Any], repeats: int = 10) -> float:
 class DecodeBench:
     """Two random models on a device, and every way of decoding with them."""
 
+    one_kv_head = False
+
     def __init__(
         self, context: int, budget: int, paper_scoring: bool, num_drafts: int, acceptance: Acceptance, most_tokens: int,
-        target: str = "7b",
+        target: str = "7b", one_kv_head: bool = False,
     ) -> None:  # fmt: skip
         """`most_tokens`: rows of KV that all sequences of a measurement have together at most."""
         device = torch.device("cuda")
         self.num_drafts, self.acceptance = num_drafts, acceptance
-        self.device, self.context, self.budget, self.paper = device, context, budget, paper_scoring
+        self.device, self.context, self.budget, self.paper = device, context, budget, paper_scoring or one_kv_head
+        self.one_kv_head = one_kv_head
         name, config = TARGETS[target]
         self.model = f"{name} + Qwen2.5-0.5B shapes"
         self.target = CudaModel(config, random_weights(config, torch.bfloat16, device), f"{name.lower()}-shape")
@@ -80,22 +82,32 @@ class DecodeBench:
         """Target and draft with caches of `batch` rows."""
         taps = target_tap(self.target.spec), draft_tap(self.draft.spec)
         if self.paper:
-            # One target layer and three draft layers, four heads each; the heads of the 7B target lie in four kv heads.
-            four = [tuple(i * model.spec.num_heads // 4 for i in range(4)) for model in (self.target, self.draft)]
+            # One target layer and three draft layers, four heads each: spread (over the four kv heads of the 7B target), or the
+            # first four, which lie in one kv head and read the keys of that one alone.
+            spans = [4 if self.one_kv_head else model.spec.num_heads for model in (self.target, self.draft)]
+            four = [tuple(i * span // 4 for i in range(4)) for span in spans]
             first = max(taps[0].heads)
             taps = Tap({first: four[0]}), Tap(dict.fromkeys(taps[1].heads, four[1]))
         caches = [model.new_cache(batch, self.context + SLACK) for model in (self.target, self.draft)]
         return Side(self.target, caches[0], taps[0]), Side(self.draft, caches[1], taps[1])
+
+    @property
+    def scoring(self) -> str:
+        """Which heads score, in words."""
+        if not self.paper:
+            return "2 layers + 3 draft layers, all heads"
+        return "1 layer x 4 heads + 3 draft layers x 4 heads" + (", one kv head each" if self.one_kv_head else "")
 
     def shapes(self) -> dict[str, Any]:
         """What the costs of this pair are keyed by."""
         return {"target": shape_of(self.target.spec), "draft": shape_of(self.draft.spec)}
 
     def rounds(
-        self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None
-    ) -> Rounds:
+        self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None,
+        last_drafts: int = 0,
+    ) -> Rounds:  # fmt: skip
         """Fresh state of one variant, over caches of its own or the given ones."""
-        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget)
+        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget, last_drafts=last_drafts)
         kind = "sparse" if sparse else "dense"
         accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
         return Rounds(*(sides or self.sides(batch)), options, self.context, accepted)
@@ -121,7 +133,7 @@ class DecodeBench:
             "context": self.context,
             "batch": batch,
             "mode": mode,
-            "scoring": "1 layer x 4 heads + 3 draft layers x 4 heads" if self.paper else "2 layers + 3 draft layers, all heads",
+            "scoring": self.scoring,
             "tokens_per_second": round(rate, 1),
             "tokens_per_second_per_sequence": round(rate / batch, 2),
             "baseline": "our dense autoregressive decoding with CUDA graphs",
@@ -155,7 +167,7 @@ class DecodeBench:
             self.rectified(batch)
         elif name == "exact":
             for block in blocks:
-                self.exact(batch, block, checks=max(8, min(48, 192 // batch)))
+                decode_exact.measure(self, batch, block, checks=max(8, min(48, 192 // batch)))
         else:
             raise click.UsageError(f"mode {name!r}: expected ar, dense, dense-sparse, sparse, both, rectified or exact")
 
@@ -267,54 +279,6 @@ class DecodeBench:
             rectify_interval=interval, rectify_passes=passes, rectify_pass_ms=round(gpu_ms(chunk, 2), 2),
         )  # fmt: skip
 
-    def exact(self, batch: int, block: int, checks: int = 6) -> None:
-        """Sparse rounds propose up to `block` tokens, one dense pass of block + 1 rows checks them."""
-        state = self.rounds(batch, True, True)
-        whole = self.capture(state.whole)
-        table = self.acceptance.table("check", block, 64, batch, seed=7).to(self.device)
-        tokens = torch.randint(0, 1000, (batch, block + 1), dtype=torch.int32, device=self.device)
-        base, made = state.target_lengths.clone(), torch.zeros(batch, dtype=torch.int32, device=self.device)
-        turn = torch.zeros(1, dtype=torch.long, device=self.device)
-
-        def check() -> None:
-            provisional = (state.target_lengths - base).clamp_(max=block)
-            logits, queries = state.dense_pass(tokens, base, provisional + 1, "all")
-            best, _ = argmax_rows(logits.flatten(0, 1))
-            kept = torch.minimum(table.index_select(0, turn)[0], provisional)
-            at = kept.long()[:, None]
-            state.pending.copy_(best.view(batch, block + 1).gather(1, at)[:, 0])
-            for layer, q in queries.items():
-                state.history[layer].copy_(q.gather(1, at[:, :, None, None].expand(-1, 1, *q.shape[2:])))
-            base.add_(kept + 1)
-            state.target_lengths.copy_(base)
-            # The draft keeps what it has; the replay spares it a third missing token where all of a block passed.
-            torch.maximum(torch.minimum(state.draft_lengths, base), base - 1, out=state.draft_lengths)
-            made.copy_(kept + 1)
-            turn.add_(1).remainder_(len(table))
-
-        graph = self.capture(check)
-        state.reset()
-        base.fill_(self.context)
-        turn.zero_()
-        rounds = rounds_of(block, self.acceptance.expected("sparse", self.num_drafts))
-        total = 0
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(checks):
-            for _ in range(rounds):
-                whole()
-                state.verdict.tolist()
-            graph()
-            total += sum(made.tolist())
-        seconds = time.perf_counter() - began
-        base.fill_(self.context)
-        state.target_lengths.fill_(self.context + block)
-        self.record(
-            batch, f"exact {block}", total, seconds, query_rows=block + 1, num_draft_tokens=self.num_drafts, budget=self.budget,
-            acceptance_length=round(total / checks / batch, 3), histogram=histogram(table), exact_block=block,
-            rounds_per_check=rounds, check_ms=round(gpu_ms(graph, 1), 2),
-        )  # fmt: skip
-
 
 def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
     """Inputs of a verification, for timing its attention alone."""
@@ -335,6 +299,7 @@ def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
               help="What to measure.")  # fmt: skip
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
+@click.option("--one-kv-head", is_flag=True, help="As --paper-scoring, the four heads of a layer in one kv head.")
 @click.option("--target", default="7b", type=click.Choice(list(TARGETS)), show_default=True, help="Shape of the target.")
 @click.option("--regimes", default="", help="Also the best of every mode for these, as CONTEXTxBATCH,...; `all` is the table.")
 @click.option("--acceptance", default="auto", type=click.Choice(["auto", "measured", "geometric"]), show_default=True)
@@ -344,8 +309,8 @@ def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
 @click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
 @click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
 def main(
-    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, target: str, regimes: str,
-    acceptance: str, text: str, peers: str, profile: str, output: Path, append: bool,
+    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, one_kv_head: bool,
+    target: str, regimes: str, acceptance: str, text: str, peers: str, profile: str, output: Path, append: bool,
 ) -> None:  # fmt: skip
     """Decoding speed on one GPU, random weights, acceptance replayed."""
     sizes = [int(b) for b in batches.split(",") if b]
@@ -356,7 +321,7 @@ def main(
     with torch.inference_mode():
         began = time.perf_counter()
         most = max(size * (length + SLACK + 64) for length, size in [(context, b) for b in sizes] + cells)
-        bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most, target)
+        bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most, target, one_kv_head)
         torch.cuda.synchronize()
         plain = [row for row in earlier if row["mode"] == "ar" and row["model"] == bench.model]
         own = {(row["context"], row["batch"]): row["tokens_per_second"] for row in plain}

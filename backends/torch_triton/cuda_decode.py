@@ -28,24 +28,32 @@ MAX_HIDDEN = 2048
 
 def choose_config(product: str, rows: int, depth: int, half_head: int) -> LinearConfig:
     """The measured configuration of a product at M = `rows` rows of `depth` elements (an H200, the shapes of a 0.5B model)."""
-    few, at_once = rows <= 16, depth <= 1024
+    few, some = rows <= 16, rows <= 32
     if product == "qkv":
-        return LinearConfig(8, 256, parts=4, num_warps=8) if few and at_once else LinearConfig(8, 128, num_stages=7)
+        return LinearConfig(16 if few else 8, 128, num_warps=2 if some else 4, num_stages=7)
     if product == "gate_up":
         # Asking for all of these weights early only crowds out what the kernel before reads.
-        options = {"num_stages": 4} if few else {"num_warps": 8, "num_stages": 3}
-        return LinearConfig(32 if few else 64, 128, **options, prefetch_bytes=0)
+        if few:
+            return LinearConfig(32, 128, num_stages=4, prefetch_bytes=0)
+        if some:
+            return LinearConfig(64, 64, num_warps=8, num_stages=6, swap=True, prefetch_bytes=0)
+        return LinearConfig(64, 128, num_warps=8, num_stages=3, prefetch_bytes=0)
     if product == "output":
-        return LinearConfig(8, 256, parts=4) if few and at_once else LinearConfig(16, 128, num_stages=7)
-    if rows > 32:
-        return LinearConfig(64, 128, splits=max(1, round(depth / 608)), num_stages=5)
-    return LinearConfig(32, 128, splits=max(1, round(depth / (608 if few else 972))), num_stages=5)
+        return LinearConfig(8 if few else 16, 128, num_warps=2 if some else 4, num_stages=7)
+    if few:
+        return LinearConfig(32, 128, splits=max(1, round(depth / 608)), num_stages=5)
+    if some:
+        return LinearConfig(64, 128, splits=max(1, round(depth / 972)), num_stages=6, swap=True, prefetch_bytes=0)
+    return LinearConfig(64, 128, splits=max(1, round(depth / 608)), num_stages=5)
 
 
 def attention_config(base: AttentionConfig, batch: int, num_kv_heads: int, packed_rows: int, head_dim: int) -> AttentionConfig:
     """Sparse attention of a draft step: one tile of rows and short splits, merged by the last program, measured fastest."""
     if packed_rows > 16 or head_dim > 64 or not base.ahead:
         return base
+    if batch == 1:
+        # Two splits, merged by the last: at one sequence each further arrival costs more than it reads.
+        return replace(base, block_n=128, num_warps=4, num_stages=3, fused_splits=8, max_splits=2)
     if batch * num_kv_heads >= 64:
         return replace(base, block_n=64, num_warps=2, num_stages=3)
     return replace(base, block_n=128, num_warps=4, num_stages=3, fused_splits=8)
