@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from dustin import exact
+from dustin.acceptance import SpeculativeAcceptance
 from dustin.backends.numpy_reference.sampling import warp_row
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from tests.unit.engine_helpers import VOCAB, backend, make_engine, run, target
@@ -123,6 +126,48 @@ def test_the_check_above_can_fail() -> None:
     skewed[keys[0]] += 100
     skewed[keys[1]] -= 100
     statistic, freedom = chi_square(skewed, law, draws)
+    assert statistic > freedom * (1 - 2 / (9 * freedom) + 4.3 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+class WrongRule(SpeculativeAcceptance):
+    """The rule with other uniforms: those of `change`."""
+
+    def __init__(self, change: Callable[[float], float]) -> None:
+        self._change = change
+
+    def judge(self, backend, drafts, logits, warp, context, accept_uniforms, next_uniforms):
+        wrong = [[self._change(u) for u in row] for row in accept_uniforms]
+        return super().judge(backend, drafts, logits, warp, context, wrong, next_uniforms)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda u: 0.0, lambda u: 1 - (1 - u) / 8], ids=["keeps every sparse token", "refuses too often"]
+)
+def test_a_wrong_dense_check_is_seen(change: Callable[[float], float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two-level law above fails where the dense check alone is wrong: sparse rounds stay as they are."""
+    right = exact._dense_check
+
+    def wrong(engine, *rest):
+        rule, engine.rule = engine.rule, WrongRule(change)
+        try:
+            return right(engine, *rest)
+        finally:
+            engine.rule = rule
+
+    monkeypatch.setattr(exact, "_dense_check", wrong)
+    draws, length = 1200, 3
+    options = EngineOptions(
+        mode="exact", budget=12, num_sink_tokens=1, num_recent_tokens=3, num_draft_tokens=2, exact_block=3, lookahead_lag=1
+    )
+    law, counts = joint_law(length), Counter()
+    for start in range(0, draws, 100):
+        requests = [
+            RequestOptions(max_tokens=length, sampling=SamplingOptions(seed=start + i, **WARP))  # type: ignore[arg-type]
+            for i in range(100)
+        ]
+        rows, _ = run(make_engine(options, "none"), [PROMPT] * 100, requests)
+        counts.update(tuple(row.generated) for row in rows)
+    statistic, freedom = chi_square(counts, law, draws)
     assert statistic > freedom * (1 - 2 / (9 * freedom) + 4.3 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
