@@ -29,6 +29,9 @@ OUT = result_rows.RESULTS / "decode.jsonl"
 ACCEPTANCE = result_rows.RESULTS / "acceptance.json"
 LOSSLESS = ("ar", "dense", "exact", "auto")
 WARM_TOKENS = 24
+# What the histograms are taken at, and with how many tokens a row: a block has one entry, a round several.
+HISTOGRAM_DRAFTS, HISTOGRAM_BLOCK = 8, 32
+HISTOGRAM_TOKENS = {"dense": 160, "sparse": 160, "exact": 512}
 
 
 @dataclass
@@ -196,15 +199,20 @@ def shares(histogram: Counter[int]) -> dict[str, float]:
     return {str(n): round(histogram[n] / total, 4) for n in sorted(histogram)}
 
 
-def remember_acceptance(path: Path, cell: Cell, mode: str, gamma: int, outcome: Outcome, row: dict[str, Any]) -> None:
+def remember_acceptance(path: Path, cell: Cell, mode: str, outcome: Outcome, row: dict[str, Any]) -> None:
     """Add a measured histogram to the file that `bench decode` replays from."""
     known = json.loads(path.read_text()) if path.exists() else {"entries": []}
-    histogram = outcome.stats.acceptance_histogram if mode != "exact" else {n - 1: c for n, c in outcome.per_step.items()}
+    most, histogram = HISTOGRAM_DRAFTS, outcome.stats.acceptance_histogram
+    if mode == "exact":
+        # The drafts that end a block are the draft model's: what was kept of them says nothing of sparse attention.
+        most = HISTOGRAM_BLOCK - HISTOGRAM_DRAFTS
+        histogram = Counter()
+        for made, count in outcome.per_step.items():
+            histogram[min(made - 1, most)] += count
     known["entries"].append({
         "kind": "check" if mode == "exact" else "round", "mode": mode, "model": row["model"], "text": cell.text,
-        "context": cell.context, "batch": cell.batch, "most": row["exact_block"] if mode == "exact" else gamma,
-        "budget": row["budget"], "counts": {str(n): histogram[n] for n in sorted(histogram)}, "command": row["command"],
-        "commit": row["commit"],
+        "context": cell.context, "batch": cell.batch, "most": most, "budget": row["budget"],
+        "counts": {str(n): histogram[n] for n in sorted(histogram)}, "command": row["command"], "commit": row["commit"],
     })  # fmt: skip
     path.write_text(json.dumps(known, indent=1) + "\n")
 
@@ -248,25 +256,25 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
     stagger, tokens = opts["stagger"], opts["tokens"]
     # `context` is what the longest prompt has.
     cell = Cell(text, context, text_prompts(session.tokenizer, text, batch, context - stagger * (batch - 1), stagger))
-    read_prompts(session, cell, tokens, 8)
+    # Blocks end early in a batch, where half of the rows are done: what a check keeps is counted for single rows.
+    counted = [mode for mode in ("dense", "sparse", "exact") if opts["histograms"] and (mode != "exact" or batch == 1)]
+    read_prompts(session, cell, max(tokens, *(HISTOGRAM_TOKENS[mode] for mode in counted), 0), HISTOGRAM_DRAFTS)
     click.echo(f"{text} {context} x {batch}: read in {time.perf_counter() - began:.1f} s", err=True)
     base = EngineOptions(budget=opts["budget"], num_draft_tokens=opts["gamma"], exact_block=opts["block"])
     for mode in opts["modes"].split(","):
         options = replace(base, mode=mode, drafter="none" if mode == "ar" else "draft")
         if mode == "auto":
-            options = replace(options, num_draft_tokens=8, exact_block=32)
+            options = replace(options, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
         row = measure(session, cell, mode, options, tokens)
         result_rows.write(opts["output"], [row], append=True)
         keys = ("tokens_per_second", "ratio", "acceptance_length", "tokens_per_check", "step_ms", "probed_step_ms",
                 "probed_graphs_ms", "graph_replays", "sequences_identical_to_ar", "top2_gaps_where_lossless_differs",
                 "mode_rounds", "peak_memory_gb")  # fmt: skip
         click.echo(f"  {mode:10s} " + " ".join(f"{k}={row[k]}" for k in keys if row[k] is not None), err=True)
-        if opts["histograms"] and mode in ("sparse", "dense", "exact"):
-            options = replace(options, num_draft_tokens=8, exact_block=32)
+        if mode in counted:
+            options = replace(options, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
             inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
-            outcome = decode(inner, cell, tokens)
-            row = {**row, "exact_block": 32 if mode == "exact" else None}
-            remember_acceptance(opts["histograms"], cell, mode, 8, outcome, row)
+            remember_acceptance(opts["histograms"], cell, mode, decode(inner, cell, HISTOGRAM_TOKENS[mode]), row)
 
 
 if __name__ == "__main__":

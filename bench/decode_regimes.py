@@ -2,13 +2,12 @@
 
 A part that grows with the number of rows (draft steps, rows of a verification) is measured at a few numbers and read off a
 line in between; a mode's best drafts and block are then chosen by tokens a second, as `--mode auto` does while it runs. The
-parts are in the rows of `ar`, from which `python -m bench costs` makes the cost model that `auto` begins with.
+parts are in the rows of `ar`: `python -m bench regimes` makes the rows anew for another acceptance, and the cost model of `auto`.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from dustin.cost_model import Cell, PairCosts, Parts
+from bench.regimes import WIDE_BUDGET, mode_rows
 from dustin.errors import MemoryLimitError
 from dustin.triton_kernels.argmax_rows import argmax_rows
 
@@ -33,11 +32,9 @@ TABLE = [(n, b) for n in CONTEXTS for b in BATCHES if n * b <= MOST_TOKENS]
 # Sizes between those of the table, to judge its interpolation by.
 BETWEEN = [(12288, 6), (24576, 3), (49152, 12)]
 DENSE_ROWS, SPARSE_ROWS, DRAFTS = (1, 3, 5, 9, 17, 33), (3, 6), (2, 6)
-WIDE_ROWS, WIDE_DRAFTS, WIDE_BUDGET = 6, 6, 1024
-MOST_DRAFTS, MOST_ROUNDS, MOST_BLOCK = 8, 12, 32
-# Rows of a rectification, and how many of them one pass takes: it is long, so that one run of it is timed.
-RECTIFY_INTERVAL, RECTIFY_ROWS = 256, 160
-MODES = ("ar", "dense", "exact", "rectified", "sparse")
+WIDE_ROWS, WIDE_DRAFTS = 6, 6
+# Rows of a rectification that one pass takes: it is long, so that one run of it is timed.
+RECTIFY_ROWS = 160
 
 
 def cells_of(text: str) -> list[tuple[int, int]]:
@@ -129,39 +126,6 @@ def _check(state: Rounds, tokens: torch.Tensor, fed: torch.Tensor, logits: str) 
     return None if made is None else argmax_rows(made.flatten(0, 1))
 
 
-def parts_of(ms: dict[str, dict[str, float]], budget: int) -> Parts:
-    """What was measured in one cell, as the cost model reads it."""
-    return PairCosts({}, {}, budget, WIDE_BUDGET, (Cell(0, 0, ms),)).parts(0, 0)
-
-
-def best_settings(acceptance: Any, ms: dict[str, dict[str, float]], budget: int) -> dict[str, dict[str, Any]]:
-    """Mode -> its fastest setting: tokens and milliseconds of a round (exact: of a checked block; rectified: of an interval)."""
-    a, parts = acceptance, parts_of(ms, budget)
-    found: dict[str, dict[str, Any]] = {"ar": {"tokens": 1.0, "ms": parts.check(1)}}
-
-    def offer(mode: str, tokens: float, took: float, **setting: Any) -> None:
-        if mode not in found or tokens / took > found[mode]["tokens"] / found[mode]["ms"]:
-            found[mode] = {"tokens": tokens, "ms": took, **setting}
-
-    for gamma in range(1, min(MOST_DRAFTS, a.most("sparse"), a.most("dense")) + 1):
-        sparse_draft = parts.draft(gamma) + parts.choose <= parts.dense_draft(gamma)
-        offer("dense", a.expected("dense", gamma), parts.dense_ms(gamma), num_draft_tokens=gamma,
-              draft="sparse" if sparse_draft else "dense")  # fmt: skip
-        tokens, took = a.expected("sparse", gamma), parts.sparse_ms(gamma, budget)
-        offer("sparse", tokens, took, num_draft_tokens=gamma)
-        if "rectify" in ms:
-            rows, pass_ms = next(iter(ms["rectify"].items()))
-            rounds = math.ceil(RECTIFY_INTERVAL / tokens)
-            total = rounds * took + pass_ms * rounds * tokens / int(rows)
-            offer("rectified", rounds * tokens, total, num_draft_tokens=gamma, rectify_interval=RECTIFY_INTERVAL)
-        for rounds in range(1, MOST_ROUNDS + 1):
-            block = math.floor(rounds * tokens)
-            if block <= min(MOST_BLOCK, a.most("check")):
-                offer("exact", a.expected("check", block), rounds * took + parts.check_ms(block), num_draft_tokens=gamma,
-                      exact_block=block)  # fmt: skip
-    return found
-
-
 def measure(bench: DecodeBench, context: int, batch: int) -> None:
     """One row for each mode of a cell; a cell that does not fit is said to, and passed over."""
     before, bench.context = bench.context, context
@@ -179,18 +143,7 @@ def measure(bench: DecodeBench, context: int, batch: int) -> None:
 
 def record(bench: DecodeBench, batch: int, ms: dict[str, dict[str, float]]) -> None:
     """The rows of a cell."""
-    found = best_settings(bench.acceptance, ms, bench.budget)
-    winner, lossless = (
-        max((m for m in found if m in among), key=lambda mode: found[mode]["tokens"] / found[mode]["ms"])
-        for among in (MODES, ("ar", "dense", "exact"))
-    )
-    for mode, best in found.items():
-        setting = {k: v for k, v in best.items() if k not in ("tokens", "ms")}
-        more: dict[str, Any] = {"acceptance_length": round(best["tokens"], 3)} if mode in ("dense", "sparse", "exact") else {}
-        if mode == "ar":
-            more = {"parts_ms": ms, "shapes": bench.shapes()}
-        bench.record(
-            batch, mode, batch, best["ms"] / best["tokens"] / 1e3, regime=True, wins=mode == winner,
-            wins_lossless=mode == lossless, method="sum of graph replays of its parts", tokens_per_step=round(best["tokens"], 3),
-            step_ms=round(best["ms"], 3), budget=bench.budget, wide_budget=WIDE_BUDGET, **setting, **more,
-        )  # fmt: skip
+    between = (bench.context, batch) in BETWEEN
+    for row in mode_rows(bench.acceptance, ms, bench.budget, batch):
+        own = {"parts_ms": ms, "shapes": bench.shapes(), "between": between} if row["mode"] == "ar" else {}
+        bench.record(batch, row.pop("mode"), batch, batch / row["tokens_per_second"], **row, **own)

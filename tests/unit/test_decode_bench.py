@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from bench import decode_acceptance as acceptance
+from bench.regimes import best_settings
 
 
 def test_a_table_brings_what_is_expected_of_it():
@@ -43,9 +44,6 @@ def test_measured_histograms_are_merged_by_kind_and_cut_at_the_drafts_asked_for(
 
 
 def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
-    pytest.importorskip("triton")
-    from bench import decode_regimes as regimes
-
     def parts(draft: float, choose: float, rectify: float = 100.0) -> dict[str, dict[str, float]]:
         return {
             "draft": {"2": 2 * draft, "6": 6 * draft}, "dense_draft": {"3": 9.0}, "verify": {"3": 3.0, "9": 5.0},
@@ -53,8 +51,8 @@ def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
         }  # fmt: skip
 
     replayed = acceptance.geometric()
-    cheap = regimes.best_settings(replayed, parts(0.1, 0.2), 512)
-    assert cheap["ar"] == {"tokens": 1.0, "ms": 10.0}
+    cheap = best_settings(replayed, parts(0.1, 0.2), 512)
+    assert cheap["ar"] == {"mode": "ar", "tokens": 1.0, "ms": 10.0}
     assert cheap["dense"]["draft"] == "sparse"
 
     def speed(cell: dict[str, dict[str, float]], mode: str) -> float:
@@ -62,9 +60,9 @@ def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
 
     assert speed(cheap, "sparse") > speed(cheap, "rectified") > speed(cheap, "exact")
     # A slow dense pass costs the rectified mode alone.
-    slow = regimes.best_settings(replayed, parts(0.1, 0.2, rectify=1000.0), 512)
+    slow = best_settings(replayed, parts(0.1, 0.2, rectify=1000.0), 512)
     assert speed(slow, "rectified") < speed(cheap, "rectified") and slow["sparse"] == cheap["sparse"]
     # A costly choice of the set: the draft reads everything instead, and drafts less.
-    dear = regimes.best_settings(replayed, parts(0.1, 50.0), 512)
+    dear = best_settings(replayed, parts(0.1, 50.0), 512)
     assert dear["dense"]["draft"] == "dense"
     assert dear["dense"]["num_draft_tokens"] < cheap["dense"]["num_draft_tokens"]
