@@ -52,6 +52,7 @@ class DecodeBench:
     """Two random models on a device, and every way of decoding with them."""
 
     one_kv_head = False
+    rounds_class: type[Rounds] = Rounds
 
     def __init__(
         self, context: int, budget: int, paper_scoring: bool, num_drafts: int, acceptance: Acceptance, most_tokens: int,
@@ -110,7 +111,7 @@ class DecodeBench:
         options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget, last_drafts=last_drafts)
         kind = "sparse" if sparse else "dense"
         accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
-        return Rounds(*(sides or self.sides(batch)), options, self.context, accepted)
+        return self.rounds_class(*(sides or self.sides(batch)), options, self.context, accepted)
 
     def capture(self, function: Callable[[], Any]) -> Captured:
         """A graph of `function`; its seconds are added up."""

@@ -26,7 +26,7 @@ from bench import decode_acceptance
 from bench import rows as result_rows
 from bench.decode import SLACK, DecodeBench, gpu_ms
 from bench.decode_acceptance import Acceptance
-from bench.decode_rounds import Queries, RoundOptions, Rounds, Side
+from bench.decode_rounds import Queries, Rounds, Side
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_forward import Inputs
 from dustin.backends.torch_triton.cuda_model import CudaModel
@@ -120,6 +120,8 @@ class SplitRounds(Rounds):
 class SplitBench(DecodeBench):
     """`DecodeBench` on one rank of several."""
 
+    rounds_class = SplitRounds
+
     def __init__(
         self, ranks: Ranks, shape: str, context: int, budget: int, paper: bool, acceptance: Acceptance, largest: int
     ) -> None:
@@ -167,15 +169,9 @@ class SplitBench(DecodeBench):
         caches = [model.new_cache(batch, self.context + SLACK) for model in (self.target, self.draft)]
         return SplitSide(self.target, caches[0], tap, own, self.peers), Side(self.draft, caches[1], drafts)
 
-    def rounds(
-        self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None,
-        last_drafts: int = 0,
-    ) -> Rounds:  # fmt: skip
+    def rounds(self, *args: Any, **options: Any) -> Rounds:
         """See DecodeBench.rounds."""
-        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget, last_drafts=last_drafts)
-        kind = "sparse" if sparse else "dense"
-        accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
-        state = SplitRounds(*(sides or self.sides(batch)), options, self.context, accepted)
+        state = super().rounds(*args, **options)
         state.peers = self.peers
         return state
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench import decode, tensor_parallel
+from bench import decode, decode_exact, tensor_parallel
 from dustin.backends.torch_triton.cuda_random import qwen2_config
 from dustin.backends.torch_triton.ranks import Ranks
 
@@ -47,10 +47,10 @@ def main() -> None:
     decode.gpu_ms = tensor_parallel.gpu_ms = once  # type: ignore[assignment]
     tensor_parallel.SHAPES["72b"], tensor_parallel.DRAFT = ("tiny", TINY), TINY_DRAFT
     bench = tensor_parallel.SplitBench
-    loop, rectified, exact = bench._loop, bench.rectified, bench.exact
+    loop, rectified, exact = bench._loop, bench.rectified, decode_exact.measure
     bench._loop = lambda self, graph, state, count: loop(self, graph, state, 1)  # type: ignore[method-assign]
     bench.rectified = lambda self, batch: rectified(self, batch, 2)  # type: ignore[method-assign, assignment]
-    bench.exact = lambda self, batch, block, checks: exact(self, batch, block, 1)  # type: ignore[method-assign]
+    decode_exact.measure = lambda self, batch, block, checks: exact(self, batch, block, 1)  # type: ignore[assignment]
     tensor_parallel.main(sys.argv[1:], standalone_mode=True)
 
 
