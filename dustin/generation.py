@@ -20,7 +20,7 @@ from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
 from dustin.profile_file import scoring_of
 from dustin.responses import GenerationResponse, GenerationResult
 from dustin.scoring import Scoring
-from dustin.selection import create_selector
+from dustin.selection import create_selector, prepare
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.stats import Stats
 from dustin.text import TextStream, Tokenizer, check_compatible
@@ -186,6 +186,7 @@ class Session:
         """An engine of this kind over the session's models, with options as `resolve` gives them."""
         scoring = self._scoring(options)
         selector = create_selector(options, scoring, self.target.spec)
+        prepare(selector, self.target, self.tokenizer)
         drafter = self._drafter(options, stats, scoring)
         if options.mode in ("sparse", "rectified", "exact", "auto") or drafter.name == "self":
             stats.scoring = scoring.describe(drafter.tap is not None)

@@ -56,6 +56,10 @@ class TorchBackend:
         """Join [B, T_i] along T."""
         return torch.cat(list(parts), 1)
 
+    def host_tokens(self, tokens: torch.Tensor) -> list[list[int]]:
+        """Values of [B, T], waited for."""
+        return tokens.tolist()
+
     @torch.inference_mode()
     def read(self, verdict: Verdict, logits: torch.Tensor | None = None, top_logprobs: int | None = None) -> HostVerdict:
         """Host copy of a verdict in one transfer; logprobs of the emitted tokens from logits [B, T, V] where asked for."""

@@ -1,0 +1,126 @@
+"""The fidelity bench end to end on tiny random models: every track and kind of question at every context, and its tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench import fidelity, fidelity_cells, fidelity_documents, fidelity_required, fidelity_tables, selectors
+from bench.fidelity_plan import BUDGETS, NEEDLES, PEERS, TRACKS
+from tests.tiny_model import write
+
+CONTEXTS = ("1200", "2300")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
+    """Texts and answers of a few tokens: the whole bench in seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fidelity_cells, "ANSWER_TOKENS", 3)
+        text = {kind: make()[:9000] for kind, make in fidelity_documents.SOURCES.items() if kind != "code"}
+        patch.setattr(fidelity_documents, "SOURCES", {kind: (lambda kind=kind: text[kind]) for kind in text})
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    return [str(write(folder / name, seed=seed, max_position_embeddings=4096)) for seed, name in enumerate(("target", "draft"))]
+
+
+def bench(models: list[str], out: Path, *more: str) -> list[dict[str, Any]]:
+    args = ["--model", models[0], "--draft-model", models[1], "--device", "cpu", "--dtype", "float32", "--documents", "2"]
+    args += ["--tokens", "8", "--lists", "1", "--at-once", "12", "--drift-tokens", "26", "--profile", "none", "--out", str(out)]
+    result = CliRunner().invoke(fidelity.main, [*args, "--contexts", ",".join(CONTEXTS), *more])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def made(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return bench(models, tmp_path_factory.mktemp("rows") / "fidelity.jsonl", "--debug")
+
+
+@pytest.mark.slow
+def test_every_track_and_kind_of_question_is_run_at_every_context(made: list[dict[str, Any]]) -> None:
+    for context in map(int, CONTEXTS):
+        mine = [row for row in made if row["context"] == context]
+        assert {row["track"] for row in mine} >= {"needle", "qa", "tasks", "words", "chat", "text", "layers"}
+        asked = {kind for row in mine if row["track"] in ("tasks", "words") for kind in row["by_kind"]}
+        assert asked == {*NEEDLES, "qa", "common words"}
+        by_selector = {row["selector"] for row in mine if row["track"] == "tasks"}
+        assert by_selector == {"dustin", *PEERS}
+        # Short documents have a quarter of the budgets, and none below 64 tokens.
+        part = 4 if context <= 2048 else 1
+        budgets = {row["budget"] for row in mine if row["track"] == "chat" and row["selector"] == "dustin" and "kl" in row}
+        assert budgets >= {b // part for b in BUDGETS if 64 <= b // part < context}
+    assert {row["track"] for row in made} - {"needle", "qa", "layers"} == set(TRACKS) - {"acceptance", "further"}
+    assert sum(row.get("what") == "acceptance" for row in made) == 3 * len(CONTEXTS)
+
+
+@pytest.mark.slow
+def test_dense_against_dense_is_no_loss(made: list[dict[str, Any]]) -> None:
+    dense = [row for row in made if row["selector"] == "dense"]
+    assert dense
+    assert all(row["agreement"] == 1 and row["kl"] < 1e-9 and row["share_of_dense_bytes"] == 1 for row in dense)
+    assert all(row["accuracy_of_dense"] in (0, 1) for row in made if row.get("mode") == "dense" and "accuracy" in row)
+
+
+@pytest.mark.slow
+def test_more_budget_loses_less(made: list[dict[str, Any]]) -> None:
+    cells = [row for row in made if row["selector"] == "dustin" and row["track"] == "text" and row["context"] == 2300]
+    plain = {row["budget"]: row["kl"] for row in cells if row["heads"] == "heuristic"}
+    assert plain[2048] < plain[512] < plain[128]
+
+
+@pytest.mark.slow
+def test_parts_can_be_run_alone_on_the_same_documents(models: list[str], made: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = bench(models, tmp_path / "part.jsonl", "--tracks", "chat", "--contexts", "1200", "--regions", "2300")
+    assert {row["track"] for row in alone} == {"chat"}
+    chat = [row for row in made if row["track"] == "chat" and row["context"] == 1200 and "kl" in row]
+
+    def cell(row: dict[str, Any]) -> tuple[Any, ...]:
+        names = ("selector", "heads", "budget", "bytes_of_budget", "top_mass", "lookahead_lag")
+        return tuple(row.get(name) for name in names)
+
+    whole = {cell(row): row["kl"] for row in chat}
+    assert len(alone) > 20
+    assert {cell(row): row["kl"] for row in alone}.items() <= whole.items()
+
+
+@pytest.mark.slow
+def test_the_tables_show_the_rows(made: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    out.write_text("".join(json.dumps(row) + "\n" for row in made))
+    monkeypatch.setattr(fidelity_required, "OUT", out)
+    monkeypatch.setattr(fidelity_tables, "OUT", out)
+    cell = next(row for row in made if row["track"] == "text" and row["budget"] == 1024 and row["selector"] == "dustin")
+    asked = fidelity_required.required()
+    met = "yes" if cell["perplexity_ratio"] <= 1.04 else "**no**"
+    line = next(line for line in asked.splitlines() if "text perplexity ratio" in line)
+    assert f"{cell['perplexity_ratio']:.3f} {met}" in line
+    assert "| text: perplexity ratio | 1024 |" in fidelity_required.budgets()
+    assert "common words" in fidelity_tables.kinds()
+    assert "dense attention, share of all points" in fidelity_tables.tasks()
+
+
+def test_an_unknown_track_is_named(models: list[str], tmp_path: Path) -> None:
+    out = str(tmp_path / "rows.jsonl")
+    args = ["--model", models[0], "--draft-model", "", "--device", "cpu", "--tracks", "tasks,songs", "--out", out]
+    result = CliRunner().invoke(fidelity.main, args)
+    assert result.exit_code == 2
+    assert "--tracks 'songs': expected some of tasks, chat" in result.output
+
+
+def test_all_selectors_stand_in_one_table(models: list[str], tmp_path: Path) -> None:
+    args = ["--model", models[0], "--draft-model", models[1], "--device", "cpu", "--dtype", "float32", "--context", "1200"]
+    args += ["--documents", "2", "--tokens", "13", "--budget", "256", "--profile", "none", "--out", str(tmp_path / "rows.jsonl")]
+    result = CliRunner().invoke(selectors.main, args)
+    assert result.exit_code == 0, result.output
+    lines = [line.split("|")[1].strip() for line in result.stdout.splitlines() if line.startswith("|")][2:]
+    assert lines == list(selectors.SELECTORS)
