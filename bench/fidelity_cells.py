@@ -15,7 +15,7 @@ from dustin.interfaces import SelectionContext, Tap
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Reading, Replay
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
-from dustin.selection import create_selector
+from dustin.selection import create_selector, prepare
 from dustin.selectors.peers import OracleSelector
 from dustin.sequence import Sequence
 from dustin.stats import Stats
@@ -100,8 +100,16 @@ def text_replay(pair: Pair, context: int, tokens: int, gamma: int) -> Replay:
 def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> Scoring:
     """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), or one of `profiles`.
 
-    With `/8` all tokens are scored every 8th round, in between a pool of POOL.
+    With `/8` all tokens are scored every 8th round, in between a pool of POOL. With `+every4` the rows in flight choose anew at
+    every 4th layer from the 3rd on, with `+every1` at each; with a further `c16` by compact keys of 16 numbers.
     """
+    if "+every" in name:
+        first, _, again = name.partition("+every")
+        step, _, rank = again.partition("c")
+        spec = session.target.spec
+        layers = full_layers(spec)[int(step) // 2 :: int(step)]
+        scoring = named_scoring(first, session, profiles)
+        return replace(scoring, reselection=all_heads(spec, layers), reselection_rank=int(rank or 0))
     if name.endswith("/8"):
         return replace(named_scoring(name[:-2], session, profiles), refresh=8, pool=POOL)
     target, draft = session.target.spec, session.draft.spec if session.draft else None
@@ -140,6 +148,7 @@ def replay_cell(replay: Replay, cell: Cell, scoring: Scoring, budget: int, sessi
         selector: Any = OracleSelector(cell.selector, options, scoring, full_layers(spec), spec.num_heads, per_layer=True)
     else:
         selector = create_selector(options, scoring, spec)
+    prepare(selector, session.target, session.tokenizer)
     return replay.run(selector, scoring.draft, lag=cell.lag, **how)
 
 

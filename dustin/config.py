@@ -62,8 +62,8 @@ class EngineOptions:
 
     `lookahead_share` is m of METHOD 3: the share of the unprotected budget filled by draft scores; None takes the profile's.
     `profile` is a file of scoring heads that `dustin calibrate` wrote, `auto` (the one of this pair, else the heuristic) or
-    `none`. `dense_layers` ignore the set; at `reselection_layers` the rows in flight choose it anew; None takes the
-    profile's. `top_mass` cuts each set to what holds that share of the
+    `none`. `dense_layers` ignore the set; at `reselection_layers` the rows in flight choose it anew, by compact keys of
+    `reselection_rank` numbers (0: whole keys); None takes the profile's. `top_mass` cuts each set to what holds that share of the
     scores, so that the budget is only the most. `lookahead_lag` 1 uses
     the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
     `exact_block` is how many provisional tokens one dense check covers. A row drafts no more once the chance that its run of
@@ -82,6 +82,7 @@ class EngineOptions:
     profile: str = "auto"
     dense_layers: tuple[int, ...] | None = None
     reselection_layers: tuple[int, ...] | None = None
+    reselection_rank: int | None = None
     top_mass: float | None = None
     lookahead_lag: int | None = None
     rectify_interval: int = 256
@@ -111,6 +112,7 @@ class EngineOptions:
         for name in ("dense_layers", "reselection_layers"):
             layers = getattr(self, name) or ()
             _require(name, layers, all(layer >= 0 for layer in layers), "layers from 0 on")
+        _require("reselection_rank", self.reselection_rank, self.reselection_rank in (None, 0, 16, 32), "0 (whole keys), 16 or 32")
         _require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")
         _require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
         _require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")

@@ -16,7 +16,8 @@ class Scoring:
     """What a selector scores with.
 
     `target` and `draft` are the scoring heads; `lookahead_share` is m; `dense_layers` ignore the set; at the layers of
-    `reselection` their heads' queries of the rows in flight choose it anew. The target's history is
+    `reselection` their heads' queries of the rows in flight choose it anew, by compact keys of `reselection_rank` numbers (0:
+    by whole ones). The target's history is
     the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before;
     `smoothing` is the width in tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are
     scored, in the rounds between only the `pool` best of then. `source` names where this comes from.
@@ -32,6 +33,7 @@ class Scoring:
     refresh: int = 1
     pool: int = 4096
     reselection: Tap = field(default_factory=lambda: Tap({}))
+    reselection_rank: int = 0
     source: str = "heuristic"
 
     def pool_for(self, budget: int) -> int:
@@ -49,7 +51,8 @@ class Scoring:
         if self.dense_layers:
             parts.append("dense layers " + ", ".join(str(layer) for layer in self.dense_layers))
         if self.reselection.heads:
-            parts.append("chosen anew at layers " + ", ".join(str(layer) for layer in self.reselection.heads))
+            by = f" by compact keys of {self.reselection_rank}" if self.reselection_rank else ""
+            parts.append("chosen anew at layers " + _ranges(list(self.reselection.heads)) + by)
         return f"{self.source}, " + "; ".join(parts)
 
 
@@ -69,6 +72,12 @@ class ReadBytes:
         heads = sum(len({head // group for head in chosen}) for chosen in tap.heads.values())
         return tokens * self.spec.bytes_per_kv_token * heads // (2 * self.spec.num_layers * self.spec.num_kv_heads)
 
+    def reselection(self, scoring: Scoring, tokens: int) -> int:
+        """What choosing anew reads: whole keys of the kv heads that serve the choosing heads, or their codes of a byte a number."""
+        whole = self.scoring(scoring.reselection, tokens)
+        entry = self.spec.bytes_per_kv_token // (2 * self.spec.num_layers * self.spec.num_kv_heads)
+        return whole * scoring.reselection_rank // entry if scoring.reselection_rank else whole
+
     def layers(self, count: int, tokens: int) -> int:
         """Keys and values of `tokens` tokens in `count` layers."""
         return tokens * self.spec.bytes_per_kv_token * count // self.spec.num_layers
@@ -78,8 +87,7 @@ def scoring_bytes(scoring: Scoring, target: ModelSpec, draft: ModelSpec | None, 
     """Bytes of both caches that scoring reads a round and sequence, on average over refreshes."""
     pool = min(scoring.pool_for(budget), context)
     tokens = round((context + (scoring.refresh - 1) * pool) / scoring.refresh)
-    again = ReadBytes(target).scoring(scoring.reselection, context)
-    own = ReadBytes(target).scoring(scoring.target, tokens) + again
+    own = ReadBytes(target).scoring(scoring.target, tokens) + ReadBytes(target).reselection(scoring, context)
     return own + (ReadBytes(draft).scoring(scoring.draft, tokens) if draft else 0)
 
 

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
-from dustin.interfaces import ModelSpec, Selector, Tap
+from dustin.interfaces import CompactModel, Model, ModelSpec, Selector, Tap
 from dustin.scoring import Scoring, default_tap, draft_tap, full_layers, heuristic, target_tap
 from dustin.selectors import peers
 from dustin.selectors.quota import QuotaSelector
+from dustin.text import Tokenizer
 
-__all__ = ["create_selector", "default_tap", "draft_tap", "heuristic", "target_tap"]
+__all__ = ["create_selector", "default_tap", "draft_tap", "heuristic", "prepare", "target_tap"]
+
+# Tokens of the language reference that compact keys are fitted to.
+FITTING_TOKENS = 2048
 
 _SCORING_LAYERS = {
     "streaming": peers.StreamingSelector,
@@ -34,8 +38,25 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
     if options.reselection_layers is not None:
         heads = tuple(range(spec.num_heads)) if spec is not None else ()
         scoring = replace(scoring, reselection=Tap(dict.fromkeys(sorted(options.reselection_layers), heads)))
+    if options.reselection_rank is not None:
+        scoring = replace(scoring, reselection_rank=options.reselection_rank)
     if name in _EVERY_LAYER:
         if spec is None:
             raise UsageError(f"selector {name!r} looks at every layer: create_selector needs the target's spec")
         return _EVERY_LAYER[name](name, options, scoring, full_layers(spec), spec.num_heads)
     return _SCORING_LAYERS.get(name, QuotaSelector)(name, options, scoring)
+
+
+def prepare(selector: Selector, target: Model, tokenizer: Tokenizer | None) -> None:
+    """Fit the target's compact keys where the selector chooses by them. Raise UsageError where target or tokenizer cannot."""
+    rank = getattr(selector, "compact_rank", 0)
+    if not rank:
+        return
+    if not isinstance(target, CompactModel):
+        raise UsageError(f"reselection_rank is {rank}, but this backend keeps no compact keys: use --reselection-rank 0")
+    if tokenizer is None:
+        raise UsageError(f"reselection_rank is {rank}, and a session without tokenizer has no text to fit compact keys to: use 0")
+    from dustin.calibration import reference_text  # Calibration is heavy, and few sessions need its text.
+
+    text = reference_text(tokenizer)[: min(FITTING_TOKENS, target.spec.context_length)]
+    target.fit_compact_keys(text, rank)

@@ -79,12 +79,18 @@ def check_tensor(
         raise ValueError(f"{name}: expected a last axis of stride 1, got strides {tensor.stride()}")
 
 
-def check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor | None, page_table: torch.Tensor, batch: int) -> None:
+def check_pools(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor | None,
+    page_table: torch.Tensor,
+    batch: int,
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+) -> None:
     """Check a paged cache: pools [pages, page_size, Hkv, D], page_table [B, max_pages] int32.
 
     A pool may be a view of one buffer that holds K and V side by side: rows and heads may be strided, pages may not.
     """
-    check_tensor("k_pool", k_pool, (None, None, None, None), FLOAT_DTYPES, contiguous=False)
+    check_tensor("k_pool", k_pool, (None, None, None, None), dtypes, contiguous=False)
     if k_pool.stride(0) != k_pool.shape[1] * k_pool.stride(1) or k_pool.stride(1) < k_pool.shape[2] * k_pool.stride(2):
         raise ValueError(f"k_pool: expected rows of equal distance, heads inside them, got strides {k_pool.stride()}")
     page_size, head_dim = k_pool.shape[1], k_pool.shape[3]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .attention_core import load_pages, resolve_scale
-from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
+from .runtime import FLOAT_DTYPES, INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
 from .score_plan import (
     MAX_LAYERS,
     HeadGroups,
@@ -77,7 +77,8 @@ def key_logits(
         k = tl.load(rows + dims[None, :])
     else:
         k = tl.load(rows + dims[None, :], mask=(dims < D)[None, :], other=0.0)
-    s = tl.dot(k, q_tile, input_precision=PRECISION)
+    # Compact keys of eight bits are exact in any float type.
+    s = tl.dot(k.to(q_tile.dtype), q_tile, input_precision=PRECISION)
     if SOFTCAP:
         x = s * (scale_log2 * 0.6931471805599453) / softcap
         s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
@@ -291,18 +292,19 @@ def score_layers(
     """Write (or add) to scores [B, Nmax] fp32: weight * sum over layers of the mean over rows and heads of softmax(q . K * scale).
 
     For each layer: queries [B, R, S, D] post-RoPE of its S scoring heads, `groups` from group_heads, K pool [pages,
-    page_size, Hkv, D]. All layers share page_table [B, max_pages], lengths [B] int32 (the softmax runs over [0,
-    lengths[b])) and num_rows [B] int32 valid rows (0: the row's scores become 0, or stay when adding). With add=False
-    entries at and beyond lengths[b] become -inf. Layers of equal shape and strides share two launches, up to MAX_LAYERS.
-    Returns scores. Allocates nothing when `workspace` (see workspace_for) is passed. Raises ValueError on bad input.
+    page_size, Hkv, D] (of q's dtype, or 8-bit integers). All layers share page_table [B, max_pages], lengths [B] int32 (the
+    softmax runs over [0, lengths[b])) and num_rows [B] int32 valid rows (0: the row's scores become 0, or stay when adding).
+    With add=False entries at and beyond lengths[b] become -inf. Layers of equal shape and strides share two launches, up to
+    MAX_LAYERS. Returns scores. Allocates nothing when `workspace` (see workspace_for) is passed. Raises ValueError on bad input.
     """
     if not len(queries) == len(k_pools) == len(groups) or not queries:
         counts = (len(queries), len(k_pools), len(groups))
         raise ValueError(f"queries, k_pools, groups: expected one of each a layer, got {counts}")
     first, pool, batch = queries[0], k_pools[0], queries[0].shape[0]
     for q, k_pool, group in zip(queries, k_pools, groups, strict=True):
-        check_tensor("q", q, (batch, None, group.num_heads, k_pool.shape[3]), (k_pool.dtype,), k_pool, contiguous=False)
-        check_pools(k_pool, None, page_table, batch)
+        dtypes = FLOAT_DTYPES if k_pool.dtype == torch.int8 else (k_pool.dtype,)
+        check_tensor("q", q, (batch, None, group.num_heads, k_pool.shape[3]), dtypes, k_pool, contiguous=False)
+        check_pools(k_pool, None, page_table, batch, (*FLOAT_DTYPES, torch.int8))
     check_counts(batch, first, lengths=lengths, num_rows=num_rows)
     check_tensor("scores", scores, (batch, None), (torch.float32,), first)
     page_size = pool.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dustin.backends.common.checks import check_lengths
 
@@ -17,6 +18,7 @@ class RaggedLengths:
                 raise ValueError(f"{name} is {value}, expected 1 or more")
         self.capacity = capacity
         self._lengths: tuple[int, ...] = (0,) * batch
+        self._encoded: tuple[Any, tuple[int, ...]] = (None, self._lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -41,4 +43,20 @@ class RaggedLengths:
         new = check_lengths("lengths", lengths, [0] * self.batch, self._lengths)
         dropped = tuple(old - length for old, length in zip(self._lengths, new, strict=True))
         self._lengths = new
+        owner, known = self._encoded
+        self._encoded = owner, tuple(min(a, b) for a, b in zip(known, new, strict=True))
         return dropped
+
+    def encoded_by(self, owner: object) -> tuple[int, ...]:
+        """Leading rows of each sequence that nobody has written since `owner` last marked them (0: it never did)."""
+        return self._encoded[1] if self._encoded[0] is owner else (0,) * self.batch
+
+    def mark_encoded(self, owner: object) -> None:
+        """`owner` has seen all committed rows."""
+        self._encoded = owner, self._lengths
+
+    def _replace_row(self, row: int, length: int) -> None:
+        """Sequence `row` has `length` rows from elsewhere now."""
+        self._lengths = tuple(length if b == row else n for b, n in enumerate(self._lengths))
+        owner, known = self._encoded
+        self._encoded = owner, tuple(0 if b == row else n for b, n in enumerate(known))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dustin.backends.numpy_reference import compact_keys
 from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
 from dustin.backends.numpy_reference.ops import Attention, Ints, reselected, set_of_layer
 from dustin.backends.numpy_reference.rope import frequencies, rotate
@@ -103,6 +104,7 @@ class NumpyModel:
         self.weights: dict[str, Floats] = {key: np.array(weights[key], dtype=np.float64, order="C") for key in shapes}
         self.softcap = config.attention_softcap
         self.scale = config.head_dim**-0.5
+        self.compact: compact_keys.CompactKeys | None = None
         self._windows = config.windows or (None,) * config.num_layers
         self._inverse, self._amplitude = frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config.context_length)
         self.spec = ModelSpec(
@@ -126,6 +128,20 @@ class NumpyModel:
         if not 1 <= size <= self.config.vocab_size:
             raise ValueError(f"size is {size}, expected 1 to {self.config.vocab_size}")
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
+
+    def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
+        """See CompactModel.fit_compact_keys. Raise ValueError where there are no tokens."""
+        if self.compact is not None and self.compact.rank == rank:
+            return
+        if not tokens:
+            raise ValueError("the text to fit has 0 tokens, expected 1 or more")
+        layers = [i for i, window in enumerate(self._windows) if not window]
+        cache = self.new_cache(1, len(tokens))
+        tap = Tap({layer: tuple(range(self.config.num_heads)) for layer in layers})
+        out = self.forward(np.array([list(tokens)]), [len(tokens)], cache, tap=tap, logits="none")
+        keys = {layer: cache.keys[layer][0, : len(tokens)] for layer in layers}
+        queries = {layer: out.queries[layer][0] for layer in layers}
+        self.compact = compact_keys.fit(queries, keys, rank, self._inverse, self.spec.context_length)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache: see Model.new_cache."""
@@ -192,7 +208,7 @@ class NumpyModel:
             v[b, t] = self._linear(f"{name}self_attn.v_proj", x).reshape(c.num_kv_heads, c.head_dim)
         cache.write(i, num_tokens, k, v)
         attention = Attention(self.scale, self.softcap, self._windows[i])
-        token_set = reselected(token_set, q, cache, i, num_tokens, self.scale, self.softcap)
+        token_set = reselected(token_set, q, cache, i, num_tokens, self.scale, self.softcap, self.compact)
         return q, attention(q, cache, i, cache.lengths, num_tokens, set_of_layer(token_set, i)), token_set
 
     def _heads(self, name: str, x: Floats, position: int) -> Floats:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
+from dustin.backends.numpy_reference.compact_keys import CompactKeys
 from dustin.interfaces import Tap, TokenSet
 
 Ints = npt.NDArray[np.int64]
@@ -212,23 +213,30 @@ def reselected(
     num_tokens: Sequence[int],
     scale: float,
     softcap: float | None,
+    compact: CompactKeys | None = None,
 ) -> TokenSet | None:
     """The set that `layer` and those after it read: `token_set`, or where its reselection names the layer the choice of the
-    in-flight queries q [B, T, Hq, D]. Committed rows are cache.lengths. Raise ValueError on heads that q lacks."""
+    in-flight queries q [B, T, Hq, D]. Committed rows are cache.lengths. Raise ValueError on heads that q lacks, and on a rank
+    whose compact keys were not fitted."""
     again = None if token_set is None else token_set.reselection
     if token_set is None or again is None or layer not in again.heads:
         return token_set
     heads = list(again.heads[layer])
     if not heads or min(heads) < 0 or max(heads) >= q.shape[2]:
         raise ValueError(f"reselection names heads {heads} of layer {layer}, expected some of 0 to {q.shape[2] - 1}")
+    if again.rank and (compact is None or compact.rank != again.rank):
+        raise ValueError(f"a set asks for compact keys of rank {again.rank}: call fit_compact_keys first")
+    asked = compact.queries(layer, q) if compact is not None and again.rank else q
     scores = np.full((cache.batch, max(cache.lengths)), -np.inf)
     for b, length in enumerate(cache.lengths):
         rows = min(num_tokens[b], again.max_rows)
         if not length or not rows:
             continue
         keys = cache.keys[layer][b, :length]
+        if compact is not None and again.rank:
+            keys = compact.codes_of(layer, keys)
         group = q.shape[2] // keys.shape[1]
-        masses = [softmax(head_logits(q[b, r, heads], keys, heads, group, scale, softcap)) for r in range(rows)]
+        masses = [softmax(head_logits(asked[b, r, heads], keys, heads, group, scale, softcap)) for r in range(rows)]
         scores[b, :length] = np.concatenate(masses).mean(axis=0)
     made = select(
         scores.astype(np.float32), None, cache.lengths, budget=again.budget, num_sink_tokens=again.num_sink_tokens,

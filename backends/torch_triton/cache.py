@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ class TorchCache(RaggedLengths):
         """Raise ValueError on a shape below 1, MemoryLimitError where 2 * L * B * Nmax * Hkv * D entries do not fit."""
         super().__init__(batch, capacity)
         self.device = torch.device(device)
+        # Compact keys of all layers beside the keys, and who encodes them (see compact_keys).
+        self.compact: Any = None
         self.num_bytes = 2 * num_layers * batch * capacity * num_kv_heads * head_dim * dtype.itemsize
         check_memory(self.num_bytes, available_bytes(self.device), batch, capacity)
         shape = (batch, capacity, num_kv_heads, head_dim)
@@ -72,7 +75,7 @@ class TorchCache(RaggedLengths):
         check_copy(source, target, length, self._lengths)
         for store in (*self.keys, *self.values):
             store[target, :length] = store[source, :length]
-        self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
+        self._replace_row(target, length)
 
     def dump(self, row: int) -> list[np.ndarray]:
         """See PortableCache.dump."""
@@ -86,7 +89,7 @@ class TorchCache(RaggedLengths):
         count = check_restored(layers, shape, host_dtype(dtype), self._lengths[row], self.capacity)
         for keys, values, rows in zip(self.keys, self.values, layers, strict=True):
             keys[row, :count], values[row, :count] = from_host(rows, dtype).to(self.device)
-        self._lengths = tuple(count if b == row else n for b, n in enumerate(self._lengths))
+        self._replace_row(row, count)
 
     def take(self, rows: Sequence[int], capacity: int | None = None) -> TorchCache:
         """A new cache with copies of the given sequences (repeats allowed). Raise ValueError where `capacity` is too small."""

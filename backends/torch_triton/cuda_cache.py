@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,8 @@ class PagePool:
                 f"the KV cache asks for {asked} bytes, {free} are free but not in one piece: lower --max-kv-size or --batch"
             ) from error
         self.device = device
+        # Compact keys of all layers beside the keys, and who encodes them (see compact_keys).
+        self.compact: Any = None
 
 
 class PagedCache(RaggedLengths):
@@ -124,7 +127,7 @@ class PagedCache(RaggedLengths):
         """Give a finished sequence's pages back; it can feed no more tokens."""
         pages, self._pages[row] = self._pages[row], []
         self.pool.allocator.free(pages)
-        self._lengths = tuple(0 if b == row else n for b, n in enumerate(self._lengths))
+        self._replace_row(row, 0)
 
     def flat_keys(self, layer: int) -> torch.Tensor:
         """A layer's keys as rows [pages * page_size, Hkv, D] (a view); see `places`."""
@@ -146,7 +149,7 @@ class PagedCache(RaggedLengths):
         for store in (*self.pool.keys, *self.pool.values):
             if used:
                 store[new] = store[old]
-        self._lengths = tuple(length if b == target else n for b, n in enumerate(self._lengths))
+        self._replace_row(target, length)
 
     def dump(self, row: int) -> list[np.ndarray]:
         """See PortableCache.dump."""
@@ -162,7 +165,7 @@ class PagedCache(RaggedLengths):
         where = self._where(row, count)
         for keys, values, rows in zip(pool.keys, pool.values, layers, strict=True):
             keys[where], values[where] = from_host(rows, dtype).to(pool.device)
-        self._lengths = tuple(count if b == row else n for b, n in enumerate(self._lengths))
+        self._replace_row(row, count)
 
     def _where(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and place in it of a sequence's first `count` rows."""

@@ -228,7 +228,8 @@ class DeviceForward:
     def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> Slots:
         """The set that the rows in flight choose at this layer."""
         pool, table = self.pool, inputs.page_table
-        indices, counts = again.choose(q, pool.keys[index], table, inputs.lengths, inputs.num_tokens, index, self.config)
+        codes = None if again.compact is None else pool.compact[1][index]
+        indices, counts = again.choose(q, pool.keys[index], table, inputs.lengths, inputs.num_tokens, index, self.config, codes)
         return make_slots(indices, counts, inputs.lengths, inputs.num_tokens, table, pool.page_size, q.shape[1])
 
     def _sparse_config(self, q: torch.Tensor) -> AttentionConfig:

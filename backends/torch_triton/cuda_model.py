@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dustin.backends.torch_triton import rope
+from dustin.backends.torch_triton import compact_keys, rope
 from dustin.backends.torch_triton.cache import check_forward
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
@@ -49,6 +49,8 @@ class CudaModel:
         inverse, amplitude = rope.frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config.context_length)
         # rope_append wants one row a position: [context, D/2].
         angle = torch.arange(config.context_length, dtype=torch.float64)[:, None] * inverse
+        self._inverse = inverse
+        self.compact: compact_keys.CompactKeys | None = None
         self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
         self._engines: list[_Engine] = []
         self.spec = spec_of(config, weights, name)
@@ -64,6 +66,11 @@ class CudaModel:
             engine.forward.head, engine.forward.vocab_size = self._head, size
             engine.graphs.clear()
             engine.memory = engine.chain = None
+
+    def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
+        """See CompactModel.fit_compact_keys."""
+        if self.compact is None or self.compact.rank != rank:
+            self.compact = compact_keys.fit_model(self, tokens, rank, self._inverse)
 
     def new_cache(self, batch: int, capacity: int) -> PagedCache:
         """An empty cache: see Model.new_cache. Pages come from a pool of this model, which lives on for later caches."""
@@ -105,7 +112,8 @@ class CudaModel:
             tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
         last_row_only = bool(tap and tap.last_row_only)
         variant = None if self.peers is None else self.peers.variant
-        call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant)
+        again = Rechoice.of(token_set.reselection, self.compact, cache) if token_set is not None else None
+        call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant, again)
         what = f"{self.spec.name}, a step of {batch} x {tokens.shape[1]} tokens"
         with named_shortage(what, "lower --prefill-chunk, or --max-kv-size, or send fewer prompts at once"):
             out, queries = call.run(tokens, cache.lengths, counts, graph)
@@ -207,13 +215,13 @@ class _Call:
         last_row_only: bool,
         logits: str,
         variant: Any = None,
+        again: Rechoice | None = None,
     ) -> None:
-        self._variant = variant
+        self._variant, self._again = variant, again
         self._engine, self._cache = engine, cache
         self._heads, self._last_row_only, self._logits = heads, last_row_only, logits
         self._dense = frozenset(token_set.dense_layers) if token_set is not None else frozenset()
         self._sets = _sets_of(token_set)
-        self._again = Rechoice.of(token_set.reselection) if token_set is not None else None
 
     def run(
         self,

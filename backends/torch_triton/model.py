@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from dustin.backends.torch_triton import ops, rope
+from dustin.backends.torch_triton import compact_keys, ops, rope
 from dustin.backends.torch_triton.attention import Attention
 from dustin.backends.torch_triton.cache import TorchCache, check_forward
 from dustin.backends.torch_triton.config import ModelConfig
@@ -72,6 +72,7 @@ class TorchModel:
         self._head = weights.head
         inverse, self._amplitude = rope.frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config.context_length)
         self._inverse = inverse.to(self.device)
+        self.compact: compact_keys.CompactKeys | None = None
         self.spec = spec_of(config, weights, name)
 
     def limit_vocabulary(self, size: int) -> None:
@@ -81,6 +82,11 @@ class TorchModel:
         if self.peers is None:
             self._head = Linear(self.weights.head.weight[:size], None)
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
+
+    def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
+        """See CompactModel.fit_compact_keys."""
+        if self.compact is None or self.compact.rank != rank:
+            self.compact = compact_keys.fit_model(self, tokens, rank, self._inverse)
 
     def new_cache(self, batch: int, capacity: int) -> TorchCache:
         """An empty cache: see Model.new_cache."""
@@ -102,6 +108,8 @@ class TorchModel:
         batch, rows = tokens.shape
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, logits)
         places = _Places(batch, rows, counts, self.device)
+        if token_set is not None and token_set.reselection is not None and token_set.reselection.rank:
+            compact_keys.needed(self.compact, token_set.reselection.rank).catch_up(cache, 0)
         flat = places.pack(tokens)
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.config.vocab_size:
             raise ValueError(f"tokens range over {int(flat.min())}..{int(flat.max())}, expected 0 to {self.config.vocab_size - 1}")
@@ -136,7 +144,7 @@ class TorchModel:
             cache.write(i, where, k, v)
             if i in heads:
                 queries[i] = q[:, list(heads[i])]
-            token_set = ops.reselected(token_set, q, cache, i, counts, num_heads=self.config.num_heads, scale=self.scale)
+            token_set = ops.reselected(token_set, q, cache, i, counts, scale=self.scale, compact=self.compact)
             attended = attention(q, cache, i, set_of_layer(token_set, i), self.config.windows[i])
             hidden = hidden + self._sum(linear(attended.flatten(1), layer.output))
             hidden = hidden + self._sum(self._mlp(layer, hidden))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from dustin.backends.torch_triton.cache import TorchCache, check_lengths
+from dustin.backends.torch_triton.compact_keys import CompactKeys
 from dustin.interfaces import Reselection, Tap, TokenSet
 
 # Keys taken to fp32 at once when scoring.
@@ -126,21 +127,24 @@ def reselected(
     layer: int,
     num_tokens: Sequence[int],
     *,
-    num_heads: int,
     scale: float,
+    compact: CompactKeys | None = None,
 ) -> TokenSet | None:
     """The set that `layer` and those after it read: `token_set`, or where its reselection names the layer the choice of the
     in-flight queries q [R, Hq, D] (sequence by sequence). Raise ValueError on heads that q lacks."""
     again = reselection_at(token_set, layer, q.shape[1])
     if token_set is None or again is None:
         return token_set
-    heads = again.heads[layer]
+    heads, num_heads = again.heads[layer], q.shape[1]
+    keys = cache.keys[layer]
+    if again.rank and compact is not None:
+        q, keys = compact.queries(layer, q[:, None])[:, 0], compact.store(cache, layer).unflatten(0, keys.shape[:2])
     scores = torch.full((cache.batch, max(cache.lengths)), float("-inf"), device=cache.device)
     start = 0
     for b, (length, count) in enumerate(zip(cache.lengths, num_tokens, strict=True)):
         rows = min(count, again.max_rows)
         if length and rows:
-            mass = _mass(q[start : start + rows, list(heads)], heads, cache.keys[layer][b, :length], num_heads, scale)
+            mass = _mass(q[start : start + rows, list(heads)], heads, keys[b, :length], num_heads, scale)
             scores[b, :length] = mass / (rows * len(heads))
         start += count
     windows = (again.num_sink_tokens, again.num_recent_tokens)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dustin.backends.torch_triton import ops
+from dustin.backends.torch_triton.compact_keys import FRESH_ROWS, CompactKeys, needed
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.interfaces import Reselection
 from dustin.triton_kernels.score_heads import group_heads, score_heads
@@ -20,21 +22,25 @@ SCORE_ROWS = 128
 
 @dataclass(frozen=True)
 class Rechoice:
-    """A Reselection as a captured graph needs it: hashable, the same for every replay."""
+    """A Reselection as a captured graph needs it: hashable, the same for every replay. `compact` where it has a rank."""
 
     layers: tuple[tuple[int, tuple[int, ...]], ...]
     budget: int
     num_sink_tokens: int
     num_recent_tokens: int
     max_rows: int
+    compact: CompactKeys | None = None
 
     @classmethod
-    def of(cls, again: Reselection | None) -> Rechoice | None:
-        """The same without mappings; None where there is none."""
+    def of(cls, again: Reselection | None, compact: CompactKeys | None, cache: Any) -> Rechoice | None:
+        """The same without mappings; None where there is none. Compact keys of the cache are brought up to date."""
         if again is None or not again.heads:
             return None
+        if again.rank:
+            needed(compact, again.rank).catch_up(cache)
         layers = tuple(sorted((layer, tuple(heads)) for layer, heads in again.heads.items()))
-        return cls(layers, again.budget, again.num_sink_tokens, again.num_recent_tokens, again.max_rows)
+        windows = (again.num_sink_tokens, again.num_recent_tokens)
+        return cls(layers, again.budget, *windows, again.max_rows, compact if again.rank else None)
 
     @property
     def heads(self) -> dict[int, tuple[int, ...]]:
@@ -50,13 +56,17 @@ class Rechoice:
         num_tokens: torch.Tensor,
         layer: int,
         config: ModelConfig,
+        codes: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """indices [B, budget] int32 and counts [B] int32 by the queries q [B, T, Hq, D] of `layer` over its keys [pages, page
-        size, Hkv, D]. Raise ValueError on heads that the layer lacks."""
+        size, Hkv, D], or their `codes` [pages * page size, Hkv, rank]. Raise ValueError on heads that the layer lacks."""
         heads = self.heads[layer]
         groups = group_heads(heads, config.num_heads, config.num_kv_heads, q.device)
         rows = max(1, min(q.shape[1], self.max_rows, SCORE_ROWS // groups.heads.shape[1]))
         chosen = q[:, :rows]
+        if self.compact is not None and codes is not None:
+            self._refresh(keys, codes, page_table, lengths, layer)
+            chosen, keys = self.compact.queries(layer, chosen), codes.unflatten(0, keys.shape[:2])
         if heads != tuple(range(q.shape[2])):
             first, last = heads[0], heads[-1] + 1
             # Neighbours are a view; others are copied together, head by head: an index would have to come from the host.
@@ -72,3 +82,13 @@ class Rechoice:
             scores, None, lengths, budget=self.budget, num_sink_tokens=self.num_sink_tokens,
             num_recent_tokens=self.num_recent_tokens, num_draft_selected=0,
         )  # fmt: skip
+
+    def _refresh(
+        self, keys: torch.Tensor, codes: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, layer: int
+    ) -> None:
+        """Encode each sequence's last committed rows, which may be newer than their codes."""
+        at = (lengths.long()[:, None] + torch.arange(-FRESH_ROWS, 0, device=lengths.device)).clamp_(min=0)
+        size = keys.shape[1]
+        places = page_table.long().gather(1, at // size) * size + at % size
+        if self.compact is not None:
+            self.compact.encode_rows(layer, keys.flatten(0, 1), codes, places)

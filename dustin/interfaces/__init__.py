@@ -9,6 +9,7 @@ out is `Backend.read`, called once a round. A zero in `num_tokens` means: this r
 from dustin.interfaces.backend import Backend, HostVerdict, Measures, RowComparison, TokenLogprobs, Verdict, WarpBatch
 from dustin.interfaces.models import (
     Array,
+    CompactModel,
     ForwardResult,
     GreedyChain,
     KVCache,
@@ -26,6 +27,7 @@ __all__ = [
     "AcceptanceRule",
     "Array",
     "Backend",
+    "CompactModel",
     "Drafter",
     "Drafts",
     "ForwardResult",

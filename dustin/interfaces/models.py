@@ -54,7 +54,8 @@ class Reselection:
     `heads` maps each to the query heads that score there, whose keys are read whole. Its choice serves itself and the layers
     after it up to the next one: sinks, recent tokens, then the best by the mean over those heads and a sequence's first
     `max_rows` valid rows of the softmax over [0, lengths[b]); `budget` tokens in all, ties to the lower index. With `max_rows`
-    1 the set depends on committed tokens alone, whatever was drafted.
+    1 the set depends on committed tokens alone, whatever was drafted. With a `rank` the softmax is over compact keys of that
+    many numbers (see CompactModel) instead of whole ones.
     """
 
     heads: Mapping[int, tuple[int, ...]]
@@ -62,6 +63,7 @@ class Reselection:
     num_sink_tokens: int
     num_recent_tokens: int
     max_rows: int = 16
+    rank: int = 0
 
 
 @dataclass
@@ -159,6 +161,15 @@ class Model(Protocol):
         of them when None) and in-flight rows 0..r. `logits` is "all", "last" (each row's last valid one) or "none".
         Results of rows beyond `num_tokens[b]` are undefined but finite. Mutates `cache` alone.
         """
+        ...
+
+
+@runtime_checkable
+class CompactModel(Protocol):
+    """A model that keeps a compact copy of its keys for reselection: of every key `rank` numbers of eight bits a kv head."""
+
+    def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
+        """Fit the copy to the model's own queries and keys of a text of `tokens`; once for a rank, later calls do nothing."""
         ...
 
 

@@ -58,10 +58,16 @@ class QuotaSelector(BaseSelector):
         tap, options = self._scoring.reselection, self._options
         if not tap.heads:
             return None
-        self.cost.target_bytes += ReadBytes(context.target.spec).scoring(tap, sum(context.lengths))
+        self.cost.target_bytes += ReadBytes(context.target.spec).reselection(self._scoring, sum(context.lengths))
         # With the lag, no set may depend on the drafts that it will judge: the pending token's queries alone choose.
         rows = 1 if options.lookahead_lag == 1 else RESELECTION_ROWS
-        return Reselection(tap.heads, options.budget, options.num_sink_tokens, options.num_recent_tokens, rows)
+        windows = (options.num_sink_tokens, options.num_recent_tokens)
+        return Reselection(tap.heads, options.budget, *windows, rows, self._scoring.reselection_rank)
+
+    @property
+    def compact_rank(self) -> int:
+        """Numbers of the compact keys that it chooses by; 0: none."""
+        return self._scoring.reselection_rank if self._scoring.reselection.heads else 0
 
     def _candidates(self, context: SelectionContext) -> tuple[TokenSet | None, int | None]:
         """The pool of this round with the tokens that came since, or None where all tokens are scored."""
