@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def exact_block(engine: Engine) -> list[Event]:
-    """One block for all active rows: up to `exact_block` provisional tokens each, checked; the committed ones as events."""
+    """One block for all active rows: up to `exact_block` tokens each, checked; the committed ones as events.
+
+    The last tokens of a block are drafts that no sparse pass has seen: the dense pass, which reads everything anyway, judges
+    them with the rest, so that one sparse pass a block is saved.
+    """
     base = engine.target_cache.lengths
     judged_by: list[list[tuple[Array, int]]] = [[] for _ in engine.rows]
     proposing = {row.row for row in engine.rows if row.active and row.remaining > 1}
@@ -24,11 +28,45 @@ def exact_block(engine: Engine) -> list[Event]:
         if engine.warp.greedy and 2 * len(proposing) < started:
             # A few slow rows would keep all others waiting. Greedy tokens do not depend on where a block ends.
             break
-    provisional = [row.tokens[row.committed :] if row.active else [] for row in engine.rows]
+    last = _draft_last(engine, judged_by)
+    offered = [row.tokens[row.committed :] if row.active else [] for row in engine.rows]
     for row in engine.rows:
         del row.tokens[row.committed :]
     engine.target_cache.rollback(base)
-    return _dense_check(engine, provisional, judged_by)
+    return _dense_check(engine, offered, last, judged_by)
+
+
+def _most_provisional(engine: Engine) -> int:
+    """Tokens that a row's sparse rounds propose before it waits: the block without its last drafts, where those are certain."""
+    return engine.chosen.provisional if engine.drafter.name in ("draft", "self") else engine.chosen.exact_block
+
+
+def _draft_last(engine: Engine, judged_by: list[list[tuple[Array, int]]]) -> list[int]:
+    """Drafts after each row's provisional tokens, up to the end of the block; how many each row got."""
+    block, most = engine.chosen.exact_block, engine.chosen.num_draft_tokens
+    room = [block - (len(row.tokens) - row.committed) for row in engine.rows]
+    # Nothing follows a provisional end of sequence.
+    taking = {
+        row.row
+        for row, free in zip(engine.rows, room, strict=True)
+        if row.active and row.remaining > 1 and free > 0 and row.tokens[-1] not in row.eos
+    }
+    last, began = [0] * len(engine.rows), time.perf_counter()
+    drafts = engine.draft(taking, most, False) if taking and most else None
+    # A token that was looked up has no distribution, which the provisional tokens beside it have.
+    if drafts is None or drafts.tokens is None or (drafts.probabilities is None and not engine.warp.greedy):
+        return last
+    found = engine.backend.host_tokens(drafts.tokens)
+    for row in engine.rows:
+        if row.row in taking:
+            before = len(row.tokens)
+            row.extend_provisionally(found[row.row][: min(drafts.num_drafts[row.row], room[row.row])])
+            last[row.row] = len(row.tokens) - before
+            if drafts.probabilities is not None:
+                judged_by[row.row] += [(drafts.probabilities, i) for i in range(last[row.row])]
+    if engine.planner is not None:
+        engine.looks.append(Look("last", most, [], time.perf_counter() - began))
+    return last
 
 
 def _propose(engine: Engine, proposing: set[int], judged_by: list[list[tuple[Array, int]]]) -> set[int]:
@@ -40,7 +78,7 @@ def _propose(engine: Engine, proposing: set[int], judged_by: list[list[tuple[Arr
     engine.memory.learn_verified(out.queries, verdict.num_accepted, proposing)
     host = engine.backend.read(verdict)
     engine.look("sparse", engine.chosen.num_draft_tokens, host, proposing, began)
-    going = set()
+    going, most = set(), _most_provisional(engine)
     for row in engine.rows:
         if row.row not in proposing:
             continue
@@ -54,21 +92,26 @@ def _propose(engine: Engine, proposing: set[int], judged_by: list[list[tuple[Arr
         if verdict.probabilities is not None:
             judged_by[row.row] += [(verdict.probabilities, i) for i in range(len(tokens))]
         open_end = row.extend_provisionally(tokens)
-        if open_end and row.remaining > 1 and len(row.tokens) - row.committed < engine.chosen.exact_block:
+        if open_end and row.remaining > 1 and len(row.tokens) - row.committed < most:
             going.add(row.row)
     engine.roll_back()
     return going
 
 
-def _dense_check(engine: Engine, provisional: list[list[int]], judged_by: list[list[tuple[Array, int]]]) -> list[Event]:
-    """One dense pass over all that was proposed; a row's tokens stay up to the first one the target would not have given."""
+def _dense_check(
+    engine: Engine, offered: list[list[int]], last: list[int], judged_by: list[list[tuple[Array, int]]]
+) -> list[Event]:
+    """One dense pass over all that was proposed; a row's tokens stay up to the first one the target would not have given.
+
+    `last` counts the drafts at the end of each row's `offered` tokens.
+    """
     began = time.perf_counter()
-    counts = tuple(len(tokens) for tokens in provisional)
+    counts = tuple(len(tokens) for tokens in offered)
     backend = engine.backend
     probabilities = None
     if any(counts) and any(judged_by):
         probabilities = backend.ragged_rows([parts[:n] for parts, n in zip(judged_by, counts, strict=True)])
-    drafts = Drafts(backend.tokens(provisional) if any(counts) else None, counts, probabilities)
+    drafts = Drafts(backend.tokens(offered) if any(counts) else None, counts, probabilities)
     taking = {row.row for row in engine.rows if row.active}
     out = engine.verify(drafts, taking, None)
     width = max(counts)
@@ -77,9 +120,17 @@ def _dense_check(engine: Engine, provisional: list[list[int]], judged_by: list[l
     verdict = engine.rule.judge(backend, drafts, out.logits, engine.warp, engine.penalty_context(), accept, final)
     engine.memory.learn_verified(out.queries, verdict.num_accepted, taking)
     host = engine.read(verdict, out)
+    planned = engine.chosen.num_draft_tokens
+    provisional = [n - drafted for n, drafted in zip(counts, last, strict=True)]
+    tested = [row.row for row in engine.rows if last[row.row] and host.num_accepted[row.row] >= provisional[row.row]]
+    for b in tested:
+        engine.count_drafts(engine.rows[b], last[b], host.num_accepted[b] - provisional[b])
     if engine.planner is not None and any(counts):
-        kept, offered = [host.num_accepted[b] for b in taking], [counts[b] for b in taking]
-        engine.looks.append(Look("check", engine.chosen.num_draft_tokens, kept, time.perf_counter() - began, offered))
+        kept, checked = [min(host.num_accepted[b], provisional[b]) for b in taking], [provisional[b] for b in taking]
+        engine.looks.append(Look("check", planned, kept, time.perf_counter() - began, checked))
+        for look in engine.looks:
+            if look.kind == "last":
+                look.accepted = [host.num_accepted[b] - provisional[b] for b in tested if last[b] == planned]
     engine.stats.dense_checks += len(taking)
     engine.stats.checked_tokens += sum(counts)
     engine.stats.check_accepted_tokens += sum(host.num_accepted[b] for b in taking)

@@ -38,6 +38,11 @@ class Plan:
     budget: int = 0
 
     @property
+    def provisional(self) -> int:
+        """Tokens of a block that sparse rounds propose; the drafts that end it are left to the dense check alone."""
+        return max(1, self.exact_block - self.num_draft_tokens)
+
+    @property
     def family(self) -> tuple[str, int]:
         """What must be seen by itself to be known: mode and budget."""
         return self.mode, self.budget
@@ -52,7 +57,8 @@ class Plan:
 class Look:
     """What one round of `kind` (plain, dense, sparse, check) showed: drafts planned, those kept of each row, seconds.
 
-    For a check `offered` has the tokens of each row that it covered.
+    For a check `offered` has the provisional tokens of each row that it covered. `last` are the drafts that it judged after them:
+    seconds of drafting them, and those kept of rows where all before them were.
     """
 
     kind: str
@@ -196,9 +202,21 @@ class AutoPlanner:
             return 1.0
         if plan.mode == "dense":
             return habits.dense.tokens(plan.num_draft_tokens, doubt)
-        beta = habits.agreement(plan.budget, doubt)
-        kept = plan.exact_block if beta == 1 else beta * (1 - beta**plan.exact_block) / (1 - beta)
-        return 1.0 + kept
+        beta, proposed = habits.agreement(plan.budget, doubt), min(plan.exact_block, self._proposed(plan))
+        kept = proposed if beta == 1 else beta * (1 - beta**proposed) / (1 - beta)
+        last = round(plan.exact_block - proposed) if self._drafter == "draft" else 0
+        drafted = habits.dense.tokens(min(plan.num_draft_tokens, last), doubt) - 1
+        return 1.0 + kept + beta**proposed * drafted
+
+    def _proposed(self, plan: Plan) -> float:
+        """Tokens that the sparse rounds of a block propose: as many as they must, and half of what the last one brings more."""
+        # Prompt lookup often finds nothing: its blocks are not cut for it.
+        least = plan.provisional if self._drafter == "draft" else plan.exact_block
+        return least + (self._a_round(plan) - 1) / 2
+
+    def _a_round(self, plan: Plan) -> float:
+        habits = self.habits
+        return (habits.sparse if habits.sparse.known else habits.dense).tokens(plan.num_draft_tokens)
 
     @staticmethod
     def _ideal(plan: Plan) -> float:
@@ -217,7 +235,8 @@ class AutoPlanner:
             # Never timed: taken to cost what a dense round does, or, hopefully, little beside the drafts.
             sparse = max(dense - 0.9 * plain, 0.1 * plain) if hopeful else dense
         check = costs.seconds("check", plan.exact_block, plain) or 1.5 * plain
-        return self._rounds(plan) * sparse + check
+        last = costs.seconds("last", drafts) if self._drafter == "draft" else 0.0
+        return self._rounds(plan) * sparse + check + (max(0.0, dense - plain) if last is None else last)
 
     def _sparse_seconds(self, plan: Plan, plain: float, hopeful: bool) -> float | None:
         """Seconds of a sparse round: timed at this budget, or at another and moved by what reading a token costs."""
@@ -244,9 +263,7 @@ class AutoPlanner:
 
     def _rounds(self, plan: Plan) -> float:
         """Sparse rounds of one block."""
-        habits = self.habits
-        source = habits.sparse if habits.sparse.known else habits.dense
-        return max(1.0, habits.rounds_factor * plan.exact_block / source.tokens(plan.num_draft_tokens))
+        return max(1.0, self.habits.rounds_factor * self._proposed(plan) / self._a_round(plan))
 
     # Measuring.
 
@@ -258,7 +275,7 @@ class AutoPlanner:
         for look in looks:
             kind = f"sparse {plan.budget}" if look.kind == "sparse" else look.kind
             costs.observe(kind, plan.exact_block if look.kind == "check" else look.planned, look.seconds)
-            if look.kind == "dense":
+            if look.kind == "dense" or (look.kind == "last" and look.accepted):
                 habits.dense.observe(look.accepted, look.planned)
             elif look.kind == "sparse":
                 habits.sparse.observe(look.accepted, look.planned)
@@ -266,7 +283,7 @@ class AutoPlanner:
                 habits.check(plan.budget, look.accepted, look.offered)
         rounds = sum(look.kind == "sparse" for look in looks)
         if rounds and plan.exact_block:
-            factor = rounds * habits.sparse.tokens(plan.num_draft_tokens) / plan.exact_block
+            factor = rounds * self._a_round(plan) / self._proposed(plan)
             habits.rounds_factor += 0.2 * (factor - habits.rounds_factor)
 
     def as_dict(self) -> dict[str, Any]:

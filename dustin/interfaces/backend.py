@@ -91,6 +91,10 @@ class Backend(Protocol):
         """Join token arrays [B, T_i] along T."""
         ...
 
+    def host_tokens(self, tokens: Array) -> list[list[int]]:
+        """Host values of tokens [B, T]. Waits for the device."""
+        ...
+
     def read(self, verdict: Verdict, logits: Array | None = None, top_logprobs: int | None = None) -> HostVerdict:
         """The one device-to-host read of a round. With `top_logprobs` (0 or more) also log-softmax of `logits` [B, T, V]."""
         ...

