@@ -65,10 +65,15 @@ def _file(chat: Conversation, rest: str) -> None:
         note(f"note: that is more than the {left} tokens left of {chat.room}: /reset makes room, or drops it")
 
 
+def _answers(chat: Conversation) -> str:
+    count = len(chat.turns) // 2
+    return "1 answer" if count == 1 else f"{count} answers"
+
+
 def _stats(chat: Conversation, rest: str) -> None:
     for line in chat.stats.summary_lines() if chat.stats else ["no answer yet"]:
         note(line)
-    note(f"conversation: {len(chat.turns) // 2} answers, {chat.tokens} of {chat.room} tokens")
+    note(f"conversation: {_answers(chat)}, {chat.tokens} of {chat.room} tokens")
 
 
 def _mode(chat: Conversation, rest: str) -> None:
@@ -98,13 +103,13 @@ def _budget(chat: Conversation, rest: str) -> None:
 def _save(chat: Conversation, rest: str) -> None:
     path = _path("/save", rest)
     chat.save(path)
-    note(f"{path}: {len(chat.turns) // 2} answers saved")
+    note(f"{path}: {_answers(chat)} saved")
 
 
 def _load(chat: Conversation, rest: str) -> None:
     path = _path("/load", rest)
     model = chat.load(path)
-    note(f"{path}: {len(chat.turns) // 2} answers, read with your next message")
+    note(f"{path}: {_answers(chat)}, read with your next message")
     if model and model != chat.session.target.spec.name:
         note(f"note: it was held with {model}, this is {chat.session.target.spec.name}")
 

@@ -40,7 +40,11 @@ _PACKAGES = (
     "jinja2",
     "rich",
     "gguf",
+    "starlette",
+    "uvicorn",
+    "prometheus-client",
 )
+_OF_THE_SERVER = ("starlette", "uvicorn", "prometheus-client")
 _VARIABLES = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 # A first run on a GPU compiles the kernels; elsewhere a group takes a few seconds.
 _GROUP_SECONDS = 300
@@ -171,7 +175,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     out += ["self-test (against the float64 reference):", *_self_test(found["self_test"])]
     for name in ("packages", "cache", "environment"):
         section = found[name] if isinstance(found[name], dict) else {"": found[name]}
-        out += [f"{name}:", *(f"  {key}: {_plain(entry)}" for key, entry in section.items())]
+        out += [f"{name}:", *(f"  {key}: {_plain(entry, key)}" for key, entry in section.items())]
     out.append(f"config: {found['config']}")
     out += ["what to do:", *(f"  - {line}" for line in found["advice"])] if found["advice"] else []
     out.append("ok" if found["ok"] else "not ok: see the lines marked FAILED or unavailable above")
@@ -202,7 +206,9 @@ def _self_test(results: list[dict[str, Any]]) -> list[str]:
     return out
 
 
-def _plain(entry: Any) -> str:
+def _plain(entry: Any, key: str) -> str:
     if isinstance(entry, list):
         return ", ".join(entry) or "none"
-    return "not installed" if entry is None else str(entry)
+    if entry is None:
+        return "not installed" + (' (`dustin serve` needs it: the extra "serve")' if key in _OF_THE_SERVER else "")
+    return str(entry)

@@ -35,7 +35,7 @@ def test_a_script_of_commands_and_questions(model: Path, environment: dict[str, 
     script = f"/help\n/file {tmp_path / 'a.txt'}\nhello\n/stats\nmore\n/system be brief\n/reset\nagain\n/quit\nnever\n"
     done = dustin(environment, "chat", "-m", model, "-n", 5, stdin=script)
     assert done.returncode == 0, done.stderr
-    assert "10 tokens" in done.stderr and "generated: 5 tokens" in done.stderr and "conversation: 1 answers" in done.stderr
+    assert "10 tokens" in done.stderr and "generated: 5 tokens" in done.stderr and "conversation: 1 answer," in done.stderr
     assert all(usage in done.stderr for usage, _, _ in COMMANDS.values())
     assert "error" not in done.stderr and "never" not in done.stderr
 
@@ -129,7 +129,7 @@ def test_a_saved_conversation_goes_on_as_if_never_left(model: Path, environment:
     whole = dustin(environment, *chat, stdin="one\ntwo\n").stdout
     first = dustin(environment, *chat, stdin=f"one\n/save {save}\n").stdout
     second = dustin(environment, "chat", "-m", model, "-n", 8, stdin=f"/load {save}\ntwo\n")
-    assert first + second.stdout == whole and "2 answers" not in second.stderr and "1 answers" in second.stderr
+    assert first + second.stdout == whole and "2 answers" not in second.stderr and "1 answer," in second.stderr
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_long_paste_is_one_message(terminal: Callable[..., Terminal], slow: Pa
     one.wait_for("[cut at --max-tokens 3")
     one.wait_for_prompt()
     one.type(f"/save {save}")
-    one.wait_for("1 answers saved")
+    one.wait_for("1 answer saved")
     assert json.loads(save.read_text())["turns"][0]["content"] == text
     one.keys("C-d")
     one.wait_for("left with 0")
@@ -152,7 +152,7 @@ def test_history_editing_and_several_lines(terminal: Callable[..., Terminal], sl
     one.wait_for_prompt()
     one.keys("/", "s", "a", "Tab")
     one.type(f" {save}")
-    one.wait_for("1 answers saved")
+    one.wait_for("1 answer saved")
     one.keys("C-d")
     one.wait_for("left with 0")
     text = json.loads(save.read_text())["turns"][0]["content"]

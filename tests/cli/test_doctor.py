@@ -137,6 +137,13 @@ def found(**changes: Any) -> dict[str, Any]:
 SLOW_BLAS = {"library": "x", "mlx_gflops": 5.0, "numpy_gflops": 100.0}
 
 
+def test_what_the_server_needs_is_told() -> None:
+    report = found() | dict.fromkeys(("dustin", "python", "platform", "cpus", "memory_gib", "environment", "config"), "")
+    report |= {"packages": {"starlette": None, "mlx": None}, "advice": [], "ok": True}
+    text = "\n".join(doctor.lines(report))
+    assert 'starlette: not installed (`dustin serve` needs it: the extra "serve")' in text and "mlx: not installed\n" in text
+
+
 def test_nothing_to_do() -> None:
     assert advice(found()) == [] and verdict(found())
 
