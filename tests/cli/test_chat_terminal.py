@@ -103,7 +103,7 @@ def test_status_line_ctrl_c_and_a_clean_screen_after(terminal: Callable[..., Ter
     screen = one.wait_for_prompt()
     assert sum("tok/s" in line for line in screen) == 1 and any(line.startswith("[") and "tok/s" in line for line in screen)
     one.type("/stats")
-    one.wait_for("conversation: 1 answers")
+    one.wait_for("conversation: 1 answer,")
     # Ctrl-C twice at the prompt leaves, and the terminal is as it was: it echoes, and all of its rows scroll.
     one.keys("C-c")
     one.wait_for("Ctrl-C again")
