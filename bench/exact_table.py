@@ -19,10 +19,14 @@ def exact() -> str:
             continue
         lines.append(_line(dtype, mode, mine, kinds))
     head = ["dtype", "mode", "identical", "largest gap at a first difference", "largest move of a gap", "all", *kinds]
-    bf16 = next(row for row in found if row["kind"] == "all")
+    whole = [row for row in found if row["kind"] == "all"]
+    first = whole[0]
+    runs = dict.fromkeys((row["command"], row["commit"]) for row in whole if row["mode"] != "ar")
     note = (
-        f"{bf16['model']} with {bf16['draft']}, {bf16['device']}; prompts of {bf16['context']} tokens and more, up to "
-        f"{bf16['max_tokens']} tokens generated, all in one batch; gaps in logits. `{bf16['command']}` at {bf16['commit']}."
+        f"{first['model']} with {first['draft']}, {first['device']}; prompts of {first['context']} tokens and more, up to "
+        f"{first['max_tokens']} tokens generated, all in one batch; gaps in logits. "
+        + "; ".join(f"`{command}` at {commit}" for command, commit in runs)
+        + "."
     )
     return markdown(head, lines) + "\n\n" + note
 

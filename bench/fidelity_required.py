@@ -97,7 +97,7 @@ def required() -> str:
 
     def profile(context: int) -> str:
         mine, mid = found.find("chat", context, 1024), found.find("chat", context, 1024, heads="mid")
-        if mine is None or mid is None:
+        if found.best != "profile" or mine is None or mid is None:
             return ""
         share = mine["scoring_bytes_per_round"] / mid["scoring_bytes_per_round"]
         tail = f" against {mid['kl']:.3f}, {100 * share:.0f} % of its bytes"
