@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import secrets
@@ -123,7 +124,14 @@ def _refuse_unknown(fields: Mapping[str, Any], known: set[str]) -> None:
             if not any(type(value) is type(ok) and value == ok for ok in NEUTRAL[name]):
                 raise bad_field(name, f"{name} is not supported by this server: leave it out", "unsupported_parameter")
         elif name not in known and name not in WITHOUT_EFFECT:
-            raise bad_field(name[:100], f"unknown field {_shown(name)}", "unknown_parameter")
+            raise bad_field(name[:100], f"unknown field {_shown(name)}{_meant(name[:100], known)}", "unknown_parameter")
+
+
+def _meant(name: str, known: set[str]) -> str:
+    if name in CHAT_FIELDS | COMPLETION_FIELDS:
+        return f", which is one of /v1/{'completions' if 'messages' in known else 'chat/completions'}"
+    near = difflib.get_close_matches(name, sorted(known), 1)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 # Prompts.

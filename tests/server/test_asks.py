@@ -66,7 +66,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"best_of": 2}, "best_of", "not supported"),
     ({"colour": "blue"}, "colour", "unknown field 'colour'"),
-    ({"prompt": "x"}, "prompt", "unknown field"),
+    ({"prompt": "x"}, "prompt", "unknown field 'prompt', which is one of /v1/completions"),
+    ({"max_token": 3}, "max_token", "unknown field 'max_token', did you mean 'max_tokens'?"),
 ]
 
 
