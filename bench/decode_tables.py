@@ -57,25 +57,32 @@ def parts() -> str:
 
 
 def several_cards() -> str:
-    """Rounds of a target split over cards, beside one card where the same cell was measured there."""
+    """Rounds of a target split over cards, beside one card where the same cell was measured there at the same commit."""
     made = [row for row in rows.read(FILE) if row.get("tensor_parallel")]
-    same = [row for row in whole_rounds() if row["commit"] == made[0]["commit"]]
-    alone = {(row["batch"], row["mode"], row.get("num_draft_tokens")): row for row in same}
+    keys = ("commit", "batch", "mode", "num_draft_tokens", "model", "scoring")
+    alone = {tuple(row.get(key) for key in keys): row for row in whole_rounds()}
     lines = []
-    for row in made:
-        one = alone.get((row["batch"], row["mode"], row.get("num_draft_tokens"))) if "7B" in row["model"] else None
-        scaling = f"{row['tokens_per_second'] / one['tokens_per_second']:.2f}x" if one else ""
-        share = f"{100 * row['collectives_share']:.0f} %" if "collectives_share" in row else ""
+    for row in sorted(made, key=lambda row: (row["tensor_parallel"], row["model"], row["batch"])):
+        one = alone.get(tuple(row.get(key) for key in keys))
         drafts = f", {row['num_draft_tokens']} drafts" if row.get("num_draft_tokens") else ""
-        cells = [row["model"].partition(" ")[0], str(row["batch"]), row["mode"] + drafts, f"{row['tokens_per_second']:.0f}"]
-        lines.append([*cells, f"{row['ratio']:.2f}x", scaling, share])
+        name = row["model"].partition(" ")[0]
+        lines.append([
+            f"{name} over {row['tensor_parallel']}", str(row["batch"]), row["mode"] + drafts, f"{row['tokens_per_second']:.0f}",
+            f"{row['ratio']:.2f}x", f"{row['attention_ratio']:.1f}x" if row.get("attention_ratio") else "",
+            f"{row['tokens_per_second'] / one['tokens_per_second']:.2f}x" if one else "",
+            f"{100 * row['collectives_share']:.0f} %" if "collectives_share" in row else "",
+            f"{row['peak_memory_gb']:.0f}" if row.get("peak_memory_gb") else "",
+        ])  # fmt: skip
     first = made[0]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in made))
     note = (
-        f"{first['card']}, random weights, {first['dtype']}, context {first['context']}, budget 512, scoring {first['scoring']}; "
-        "acceptance replayed (geometric, 0.80 a draft); commands in the rows, the first is "
-        f"`{first['command']}` at {first['commit']}."
+        f"{first['card'].partition(' x ')[2]}s, random weights, {first['dtype']}, context {first['context']}, budget 512, scoring "
+        f"{first['scoring']}; acceptance replayed (geometric, 0.80 a draft). Attention: that of a dense check of as many "
+        f"rows to that of a sparse one with scoring and selection. Commands in the rows, the first is "
+        f"`{first['command']}`; commits: {commits}."
     )
-    header = ["target", "batch", "mode", "tok/s", "ratio to ar on these cards", "against one card", "collectives, share of a round"]
+    header = ["target, cards", "batch", "mode", "tok/s", "ratio to ar on these cards", "attention", "against one card"]
+    header += ["collectives, share of a round", "GB a card"]
     return markdown(header, lines) + "\n\n" + note
 
 
