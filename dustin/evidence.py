@@ -7,12 +7,14 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dustin.cost_model import CardCosts, Forecast
+
 # Old evidence fades to 1/e within so many rounds, and checked tokens: long enough to tell plans apart, short beside a text.
 _MEMORY_ROUNDS, _MEMORY_TOKENS = 40.0, 250.0
 # What a position without evidence is taken to accept, and with how many observations' weight.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
-# Agreement of the sparse target with the dense one, a token: the real pair measured 0.9 to 0.99.
-_CHECK_PRIOR = 0.93
+# Agreement of the sparse target with the dense one, a token: the real pair measured 0.9 to 0.99, so one bad check says little.
+_CHECK_PRIOR, _CHECK_WEIGHT = 0.93, 8.0
 # Disagreement with dense attention falls by this power of the budget: .093, .073, .054 at 512, 1024, 2048 tokens of 32k.
 _BUDGET_POWER = 0.39
 # What one budget's evidence may count for another, in tokens.
@@ -95,6 +97,11 @@ class Clock:
         return max((self._first[size] - self.measured(size) for size in self._seen), default=0.0)
 
     @property
+    def seen(self) -> bool:
+        """Whether anything was measured at all."""
+        return bool(self._first)
+
+    @property
     def sizes(self) -> list[int]:
         """What was measured twice or more."""
         return sorted(self._seen)
@@ -123,36 +130,62 @@ class Clock:
 
 
 class Costs:
-    """Seconds for one size of batch and context; what was not measured here is taken from a neighbouring size, scaled.
+    """Seconds for one size of batch and context; what was not timed here comes from the card's cost model, or else from a
+    neighbouring size, scaled.
 
     `plain` of size 0, `dense` and `sparse BUDGET` rounds by drafts, `check` by the tokens of a block.
     """
 
-    def __init__(self, base: Costs | None = None) -> None:
+    def __init__(self, base: Costs | None = None, forecast: Forecast | None = None) -> None:
         self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
-        self._base = base
+        self._base, self._forecast = base, forecast
         self._ratio = 1.0
 
     def observe(self, kind: str, size: int, seconds: float) -> None:
-        """One measurement; where the neighbour has the same, it tells how the two sizes compare."""
-        self.clocks[kind].observe(size, seconds)
-        if self._base is not None and size in self._base.clocks[kind].sizes and size in self.clocks[kind].sizes:
-            ratio = self.clocks[kind].measured(size) / self._base.clocks[kind].measured(size)
+        """One measurement; where model or neighbour has the same, it tells how they compare."""
+        clock = self.clocks[kind]
+        clock.observe(size, seconds)
+        if size not in clock.sizes:
+            return
+        if self._forecast is not None:
+            self._forecast.observe(kind, size, clock.measured(size))
+        elif self._base is not None and size in self._base.clocks[kind].sizes:
+            ratio = clock.measured(size) / self._base.clocks[kind].measured(size)
             self._ratio += 0.3 * (ratio - self._ratio)
 
     @property
     def warm_up(self) -> float:
-        """Seconds that the first round of a size took beyond its later ones: the most of what was seen."""
+        """Seconds that the first round of a size took beyond its later ones: the most of what was seen, or foreseen."""
         own = max((clock.warm_up for clock in self.clocks.values()), default=0.0)
-        return max(own, self._base.warm_up if self._base is not None else 0.0)
+        foreseen = self._forecast.warm_up if self._forecast is not None else 0.0
+        return max(own or foreseen, self._base.warm_up if self._base is not None else 0.0)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing ran yet, here or at the neighbouring size."""
+        return not any(clock.seen for clock in self.clocks.values()) and (self._base is None or self._base.untouched)
+
+    def tried(self, kind: str, size: int) -> bool:
+        """Whether it ran, here or at the neighbouring size."""
+        return self.clocks[kind].count(size) > 0 or (self._base is not None and self._base.tried(kind, size))
+
+    def timed(self, kind: str, size: int) -> bool:
+        """Whether it was timed apart from its first run, here or at the neighbouring size."""
+        return size in self.clocks[kind].sizes or (self._base is not None and self._base.timed(kind, size))
 
     def count(self, kind: str, size: int) -> int:
-        """Measurements of this size, or of the neighbour's."""
+        """Measurements of this size, or of the neighbour's; what the card's cost model knows counts as measured."""
+        if self._forecast is not None and self._forecast.seconds(kind, size) is not None:
+            return 2
         return max(self.clocks[kind].count(size), self._base.count(kind, size) if self._base is not None else 0)
 
     def seconds(self, kind: str, size: int, zero: float = 0.0) -> float | None:
-        """Best estimate: measured here, measured next door, on a line; None without any measurement."""
+        """Best estimate: measured here, the cost model's, measured next door, on a line; None without any."""
         here = self.clocks[kind]
+        if size not in here.sizes and self._forecast is not None:
+            foreseen = self._forecast.seconds(kind, size)
+            if foreseen is not None:
+                return foreseen
         if size in here.sizes or self._base is None:
             return here.seconds(size, zero)
         there = self._base.seconds(kind, size, zero / self._ratio)
@@ -190,13 +223,13 @@ class Habits:
 
         A budget without evidence is taken to err as another does, by the power of the budgets that the real pair showed.
         """
-        prior, weight = _CHECK_PRIOR, _PRIOR_WEIGHT
+        prior, weight = _CHECK_PRIOR, _CHECK_WEIGHT
         others = [(checked, other) for other, (_, checked) in self.checks.items() if other != budget and checked]
         if others:
             seen, other = max(others)
             kept, checked = self.checks[other]
             weight = max(weight, min(_SHARED_WEIGHT, 0.3 * seen))
-            known = (kept + _CHECK_PRIOR * _PRIOR_WEIGHT) / (checked + _PRIOR_WEIGHT)
+            known = (kept + _CHECK_PRIOR * _CHECK_WEIGHT) / (checked + _CHECK_WEIGHT)
             prior = max(0.0, 1 - (1 - known) * (other / budget) ** _BUDGET_POWER)
         kept, checked = self.checks.get(budget, (0.0, 0.0))
         share = (kept + prior * weight) / (checked + weight)
@@ -210,11 +243,15 @@ class PriceList:
     def __init__(self) -> None:
         self._costs: dict[tuple[str, int, int], Costs] = {}
         self.habits: dict[str, Habits] = {}
+        # Drafter -> what forecasts the costs that were never timed, where something of this card was measured.
+        self.cards: dict[str, CardCosts | None] = {}
 
     def of(self, drafter: str, lengths: Sequence[int], last: Costs | None) -> Costs:
         """The costs at these lengths (tokens of each active row); new ones start from `last` or any of this drafter."""
         key = (drafter, len(lengths).bit_length(), (sum(lengths) // max(1, len(lengths))).bit_length())
         if key not in self._costs:
             same = [costs for (name, _, _), costs in self._costs.items() if name == drafter]
-            self._costs[key] = Costs(last if last in same else same[-1] if same else None)
+            card = self.cards.get(drafter)
+            forecast = card.forecast(lengths) if card is not None else None
+            self._costs[key] = Costs(last if last in same else same[-1] if same else None, forecast)
         return self._costs[key]

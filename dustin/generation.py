@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dustin import prompt_cache
+from dustin import cost_model, prompt_cache
 from dustin.acceptance import RelaxedAcceptance, SpeculativeAcceptance
 from dustin.async_api import Worker
 from dustin.config import EngineOptions, RequestOptions
@@ -195,6 +195,9 @@ class Session:
         engine = kind(self.backend, self.target, drafter, selector, rule, selector.tap, options, stats)
         if engine.planner is not None:
             engine.planner.prices = self._prices  # What rounds cost is the machine's, not the request's.
+            if drafter.name not in self._prices.cards:
+                card, draft = getattr(self.backend, "card", ""), self.draft.spec if self.draft is not None else None
+                self._prices.cards[drafter.name] = cost_model.find(card, self.target.spec, draft, drafter.name)
         return engine
 
     def _resolved(self, requests: Seq[RequestOptions]) -> EngineOptions:

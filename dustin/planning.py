@@ -3,6 +3,7 @@
 Two things are known of a plan: what a round brings (acceptance by position, agreement of sparse and dense attention a token)
 and what it costs (seconds of a round, of a dense check). Both are measured as the run goes on, fade with age, and serve every
 plan: a plan that never ran is priced from those that did. The price list outlives a run, since costs belong to the machine.
+On a card whose costs are shipped (dustin.cost_model) it begins with those instead of trying plans in turn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _MIN_KV_SHARE = 0.4
 # Change plans for this much more speed. A mode out of use gets a look for a share of the time: the larger one while it would
 # win if the evidence were one standard error better.
 _MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.15
+# Plain decoding is timed where it would win if the card's cost model had it too slow by this factor.
+_MODEL_DOUBT = 1.25
 # A settled plan is thought over every so many rounds: thinking takes a fraction of a millisecond.
 _THINK_ROUNDS = 4
 # Checked tokens from which on a budget counts as known.
@@ -158,20 +161,25 @@ class AutoPlanner:
                 return self._plan
             if best.budget not in (0, self._in_use) and self._forecast[best] < _BUDGET_MARGIN * kept:
                 continue
-            # What never ran has its capture or compilation to pay: over as long as has passed it must earn that.
-            if self._tried(best) or gain * self._now >= self.costs.warm_up:
+            # What never ran has its capture or compilation to pay: over as long as has passed it must earn that. The first
+            # plan of all pays it whatever it is.
+            if self._tried(best) or self.costs.untouched or gain * self._now >= self.costs.warm_up:
                 self._in_use = best.budget or self._in_use
                 return best
         return self._plan
 
     def _tried(self, plan: Plan) -> bool:
+        tried = self.costs.tried
         if plan.mode == "exact":
-            both = self.costs.count(f"sparse {plan.budget}", plan.num_draft_tokens), self.costs.count("check", plan.exact_block)
-            return min(both) > 0
-        return plan.mode == "ar" or self.costs.count("dense", plan.num_draft_tokens) > 0
+            return tried(f"sparse {plan.budget}", plan.num_draft_tokens) and tried("check", plan.exact_block)
+        return plan.mode == "ar" or tried("dense", plan.num_draft_tokens)
 
     def _look_again(self, lengths: Sequence[int]) -> Plan | None:
         """A mode, or budget, out of use that could win if all its guesses were right gets a look, for a small share of the time."""
+        if not self.costs.timed("plain", 0) and self._forecast:
+            # The cost model foretold it: it is what nothing may be slower than, so it is timed where it might win.
+            if _MODEL_DOUBT * self.tokens_per_second(Plan("ar")) > self.tokens_per_second(self._plan):
+                return Plan("ar")
         families = dict.fromkeys(plan.family for plan in self._plans(lengths) if plan.mode != "ar")
         for family in families:
             plans = [plan for plan in self._plans(lengths) if plan.family == family]

@@ -37,6 +37,12 @@ class CudaBackend(TorchBackend):
     plain_selection = False
 
     @property
+    def card(self) -> str:
+        """The driver's name of the GPU, by which measured costs are found; empty where several ranks share the work."""
+        several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" and not several else ""
+
+    @property
     def scores_all(self) -> bool:
         """Whether all tokens are scored each round, whatever pool a profile names: the kernel reads every key of a few heads in
         less time than it takes to gather a pool's. Studies of what a pool loses, which select plainly, keep it."""
