@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -64,7 +63,7 @@ def test_stop_string_is_not_printed(model: Path, environment: dict[str, str]) ->
     assert result["text"] == text[: text.index(stop)] and result["finish_reason"] == "stop"
 
 
-def test_models_doctor_and_bench(model: Path, environment: dict[str, str]) -> None:
+def test_models_and_bench(model: Path, environment: dict[str, str]) -> None:
     listed = json.loads(dustin(environment, "models", "list", "--json").stdout)
     assert listed[0]["name"] == "SmolLM2-135M-Instruct" and not listed[0]["cached"]
     assert "for evaluation only" in dustin(environment, "models").stdout
@@ -72,16 +71,6 @@ def test_models_doctor_and_bench(model: Path, environment: dict[str, str]) -> No
     done = dustin(environment, "bench", "-m", model, "--context", 64, "--batch", 2, "--max-tokens", 4, "--json", "--modes", "dense")
     rows = json.loads(done.stdout)
     assert [row["mode"] for row in rows] == ["ar", "dense"] and all(row["same_as_ar"] and row["tokens_per_s"] > 0 for row in rows)
-
-
-def test_doctor_always_prints(environment: dict[str, str]) -> None:
-    from dustin import doctor
-
-    report = json.loads(dustin(environment, "doctor", "--json", apart=True).stdout)
-    assert report["backends"]["numpy"]["available"]
-    assert all(state["available"] or state["reason"] for state in report["backends"].values())
-    with mock.patch.object(doctor, "report", lambda: report):
-        assert "backends:\n  numpy: available (cpu)" in dustin(environment, "doctor").stdout
 
 
 # What must fail well.
