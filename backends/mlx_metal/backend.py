@@ -87,6 +87,10 @@ class MlxBackend:
         """Join [B, T_i] along T."""
         return mx.concatenate(list(parts), axis=1)
 
+    def host_tokens(self, tokens: mx.array) -> list[list[int]]:
+        """Values of [B, T], waited for."""
+        return tokens.tolist()  # type: ignore[return-value]
+
     def read(self, verdict: Verdict, logits: mx.array | None = None, top_logprobs: int | None = None) -> HostVerdict:
         """Host copy of a verdict, waited for once; logprobs of the emitted tokens from logits [B, T, V] where asked for."""
         return sampling.read(verdict, logits, top_logprobs)

@@ -48,6 +48,10 @@ class NumpyBackend:
         """Join [B, T_i] along T."""
         return np.concatenate(parts, axis=1)
 
+    def host_tokens(self, tokens: Ints) -> list[list[int]]:
+        """Values of [B, T]."""
+        return tokens.tolist()
+
     def read(self, verdict: Verdict, logits: Floats | None = None, top_logprobs: int | None = None) -> HostVerdict:
         """Host copy of a verdict; logprobs of the emitted tokens from logits [B, T, V] where asked for."""
         kept = tuple(int(n) for n in verdict.num_accepted)
