@@ -193,6 +193,31 @@ def measure(session: Session, cell: Cell, mode: str, options: EngineOptions, tok
     }  # fmt: skip
 
 
+def peer(session: Session, cell: Cell, opts: dict[str, Any]) -> None:
+    """A row of transformers on the same pair's target, beside that of `ar`."""
+    from bench.decode_real_peer import transformers_model, transformers_run
+
+    options = EngineOptions(mode="ar", drafter="none")
+    plain = measure(session, cell, "ar", options, opts["tokens"])
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        rate, made = transformers_run(transformers_model(session.target), session.target, cell)
+    equal = [leading(text, expected) for text, expected in zip(made, cell.reference, strict=True)]
+    names = ("bench", "card", "model", "weights", "dtype", "text", "context", "batch", "baseline", "command", "commit")
+    row = {
+        **{name: plain[name] for name in names}, "mode": "transformers generate (sdpa)",
+        "tokens_per_second": round(rate, 1), "tokens_per_second_per_sequence": round(rate / cell.batch, 2),
+        "ratio": round(rate / cell.baseline, 3), "step_ms": round(1e3 * cell.batch / rate, 3),
+        # Of prompts that were cut to the shortest, other tokens follow.
+        "leading_tokens_equal_to_ar": equal[:1] if cell.batch == 1 else None, "generated_tokens": sum(map(len, made)),
+        "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+    }  # fmt: skip
+    result_rows.write(opts["output"], [row], append=True)
+    click.echo(f"  {row['mode']} {rate:.1f} tok/s x{row['ratio']} leading {equal}", err=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def shares(histogram: Counter[int]) -> dict[str, float]:
     """Counts as shares of their sum."""
     total = sum(histogram.values())
@@ -228,6 +253,7 @@ def remember_acceptance(path: Path, cell: Cell, mode: str, outcome: Outcome, row
 @click.option("--gamma", default=4, show_default=True, help="Draft tokens a round.")
 @click.option("--block", default=16, show_default=True, help="Block of mode exact.")
 @click.option("--stagger", default=13, show_default=True, help="Tokens by which the prompts of a batch differ in length.")
+@click.option("--transformers", is_flag=True, help="Also transformers' generate (sdpa), on the same weights, keys and values.")
 @click.option("--histograms", type=click.Path(path_type=Path), help="Also measure 8 drafts and block 32, for this file.")
 @click.option("--limit", default=3600.0, help="Begin no cell after this many seconds.")
 @click.option("--output", type=click.Path(path_type=Path), default=OUT, show_default=True, help="Rows are added to this file.")
@@ -260,6 +286,8 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
     counted = [mode for mode in ("dense", "sparse", "exact") if opts["histograms"] and (mode != "exact" or batch == 1)]
     read_prompts(session, cell, max(tokens, *(HISTOGRAM_TOKENS[mode] for mode in counted), 0), HISTOGRAM_DRAFTS)
     click.echo(f"{text} {context} x {batch}: read in {time.perf_counter() - began:.1f} s", err=True)
+    if opts["transformers"]:
+        peer(session, cell, opts)
     base = EngineOptions(budget=opts["budget"], num_draft_tokens=opts["gamma"], exact_block=opts["block"])
     for mode in opts["modes"].split(","):
         options = replace(base, mode=mode, drafter="none" if mode == "ar" else "draft")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ import click
 
 from bench import decode_acceptance, rows
 from bench.decode_acceptance import Acceptance, rounds_until
-from dustin.cost_model import SHIPPED, VERSION, Cell, PairCosts, Parts, read_pairs
+from dustin.cost_model import SHIPPED, VERSION, CardCosts, Cell, PairCosts, Parts, read_pairs
+from dustin.interfaces import ModelSpec
+from dustin.planning import AutoPlanner
 
 FILE = rows.RESULTS / "decode.jsonl"
 WIDE_BUDGET, RECTIFY_INTERVAL = 1024, 256
 MOST_DRAFTS, MOST_BLOCK = 8, 32
+# Provisional tokens of the checks whose outcome the planner is told.
+CHECKED = 16
 # What a round of a new shape takes longer the first time, kernels compiled: its graphs are recorded.
 WARM_UP_SECONDS = 0.3
 MODES, LOSSLESS = ("ar", "dense", "exact", "rectified", "sparse"), ("ar", "dense", "exact")
@@ -58,11 +63,16 @@ def plans(acceptance: Acceptance, parts: Parts, ms: Times, budget: int) -> list[
             found.append({"mode": "rectified", "tokens": rounds * tokens, "ms": total, "num_draft_tokens": gamma,
                           "rectify_interval": RECTIFY_INTERVAL})  # fmt: skip
         for block in range(gamma + 1, min(MOST_BLOCK, gamma + a.most("check")) + 1):
-            rounds = rounds_until(block - gamma, a.shares_of("sparse", gamma))
-            total = rounds * took + parts.draft(gamma) + parts.check_ms(block)
-            found.append({"mode": "exact", "tokens": exact_tokens(a, gamma, block), "ms": total, "num_draft_tokens": gamma,
-                          "exact_block": block})  # fmt: skip
+            found.append(exact_plan(a, parts, gamma, block, budget))
     return found
+
+
+def exact_plan(acceptance: Acceptance, parts: Parts, drafts: int, block: int, budget: int) -> dict[str, Any]:
+    """Mode exact: rounds until half of the rows have their provisional tokens, the drafts that end the block, the dense check."""
+    rounds = rounds_until(block - drafts, acceptance.shares_of("sparse", drafts))
+    total = rounds * parts.sparse_ms(drafts, budget) + (parts.draft(drafts) if drafts else 0.0) + parts.check_ms(block)
+    tokens = exact_tokens(acceptance, drafts, block)
+    return {"mode": "exact", "tokens": tokens, "ms": total, "num_draft_tokens": drafts, "exact_block": block}
 
 
 def speed(plan: dict[str, Any]) -> float:
@@ -122,6 +132,39 @@ def engine_ms(everything: list[dict[str, Any]]) -> dict[str, float]:
     added = {kind: round(max(0.0, sum(values) / len(values)), 3) for kind, values in found.items()}
     # A check is one dense verification, as a dense round is.
     return added | ({"check": added["dense"]} if "dense" in added else {})
+
+
+def auto_choice(pair: PairCosts, acceptance: Acceptance, cell: dict[str, Any], own: bool = False) -> dict[str, Any]:
+    """What mode auto settles on in a cell when rounds keep what `acceptance` says, and its speed by that cell's own parts.
+
+    The planner is given `pair`'s grid without this cell, unless `own`: so it is its interpolation that is judged.
+    """
+    context, batch, budget = cell["context"], cell["batch"], cell["budget"]
+    others = tuple(c for c in pair.cells if own or (c.context, c.batch) != (context, batch))
+    specs = [_spec(shape) for shape in (pair.target, pair.draft)]
+    planner = AutoPlanner(specs[0], "draft", budget, MOST_DRAFTS, MOST_BLOCK)
+    planner.prices.cards["draft"] = CardCosts(replace(pair, cells=others, engine_ms={}), *specs, "draft")
+    for kind, habit in (("dense", planner.habits.dense), ("sparse", planner.habits.sparse)):
+        shares = acceptance.shares_of(kind, MOST_DRAFTS)
+        for _ in range(4):
+            habit.observe([n for n, share in enumerate(shares) for _ in range(round(100 * share))], MOST_DRAFTS)
+    checked = acceptance.shares_of("check", CHECKED)
+    for n, share in enumerate(checked):
+        planner.habits.check(budget, [n] * round(100 * share), [CHECKED] * round(100 * share))
+    plan = planner.choose([context] * batch)
+    parts = parts_of(cell["parts_ms"], budget)
+    drafts = plan.num_draft_tokens
+    if plan.mode == "ar":
+        made = {"mode": "ar", "tokens": 1.0, "ms": parts.check(1)}
+    elif plan.mode == "dense":
+        made = {"mode": "dense", "tokens": acceptance.expected("dense", drafts), "ms": parts.dense_ms(drafts)}
+    else:
+        made = exact_plan(acceptance, parts, drafts, plan.exact_block, plan.budget)
+    return made | {"plan": str(plan)}
+
+
+def _spec(shape: dict[str, Any]) -> ModelSpec:
+    return ModelSpec("", "", vocab_size=1, context_length=1 << 30, dtype="", fingerprint="", **shape)
 
 
 def cost_file(cells: list[dict[str, Any]], everything: list[dict[str, Any]]) -> dict[str, Any]:
