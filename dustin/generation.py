@@ -18,6 +18,7 @@ from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, U
 from dustin.evidence import PriceList
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
 from dustin.profile_file import scoring_of
+from dustin.resolving import resolve
 from dustin.responses import GenerationResponse, GenerationResult
 from dustin.scoring import Scoring
 from dustin.selection import create_selector, prepare
@@ -129,7 +130,7 @@ class Session:
 
     def resolve(self, *requests: RequestOptions) -> EngineOptions:
         """The options with every `auto` of drafter and lag replaced. Raise UsageError for a combination that cannot work."""
-        return self._resolved(requests)
+        return resolve(self.options, self.draft is not None, requests)
 
     def forget(self) -> None:
         """Drop the KV that `prefix_cache` kept."""
@@ -164,7 +165,7 @@ class Session:
         return self.tokenizer
 
     def _start(self, prompts: Seq[Prompt], requests: Seq[RequestOptions], cache: KVCache | None = None) -> Run:
-        options = self._resolved(requests)
+        options = self.resolve(*requests)
         stats = Stats(mode=options.mode, drafter=options.drafter, selector=options.selector)
         ids = [self.encode(prompt) for prompt in prompts]
         rows = [
@@ -199,47 +200,6 @@ class Session:
                 card, draft = getattr(self.backend, "card", ""), self.draft.spec if self.draft is not None else None
                 self._prices.cards[drafter.name] = cost_model.find(card, self.target.spec, draft, drafter.name)
         return engine
-
-    def _resolved(self, requests: Seq[RequestOptions]) -> EngineOptions:
-        """Options with every `auto` of drafter and lag replaced; refuse combinations that cannot work."""
-        options = self.options
-        drafter = options.drafter
-        if drafter == "auto":
-            if self.draft is not None:
-                drafter = "draft"
-            else:
-                drafter = {"auto": "self", "dense": "self", "ar": "none", "exact": "none"}.get(options.mode, "lookup")
-        if drafter == "draft" and self.draft is None:
-            raise UsageError("drafter is 'draft' but no draft model is loaded: give --draft-model, or --drafter lookup or self")
-        if options.mode == "ar":
-            drafter = "none"
-        if drafter == "none" and options.mode in ("dense", "auto"):
-            raise UsageError(f"mode {options.mode!r} needs a drafter, got 'none': use --mode ar for plain decoding")
-        if drafter == "self" and options.mode == "exact":
-            drafter = "none"  # In exact mode the sparse target proposes the block itself, one token a round.
-        if drafter == "self" and options.mode in ("sparse", "rectified"):
-            raise UsageError(
-                f"drafter 'self' drafts with the attention that mode {options.mode!r} verifies with, so it gains nothing: "
-                "use --mode dense or exact, or --drafter lookup or a draft model"
-            )
-        by_draft = options.selector in ("lookahead", "specattn")
-        if by_draft and drafter != "draft" and options.mode in ("sparse", "rectified", "exact"):
-            raise UsageError(
-                f"selector {options.selector!r} scores with a draft model's queries: give --draft-model or --select history"
-            )
-        if options.route_confidence and drafter != "draft":
-            raise UsageError(f"route_confidence needs a draft model to be sure of its tokens, got drafter {drafter!r}")
-        if options.min_draft_confidence and drafter in ("none", "lookup"):
-            raise UsageError(f"min_draft_confidence needs a drafter with probabilities, got {drafter!r}: draft or self")
-        lag = options.lookahead_lag
-        sampled = any(request.sampling.temperature > 0 for request in requests)
-        if options.mode == "exact" and sampled and drafter == "draft":
-            if lag == 0:
-                raise UsageError("exact sampling needs lookahead_lag 1, got 0: the set must not depend on the drafts it judges")
-            lag = 1
-        if options.relaxed_weight and requests and not sampled:
-            raise UsageError("relaxed_weight mixes distributions, and temperature 0 has none: give --temp too, or leave it out")
-        return replace(options, drafter=drafter, lookahead_lag=lag or 0)
 
     def _scoring(self, options: EngineOptions) -> Scoring:
         """The pair's scoring heads: its profile's, or the heuristic."""
