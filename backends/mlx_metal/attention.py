@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from dustin.backends.mlx_metal.cache import MlxCache
+from dustin.backends.mlx_metal.ops import layer_score, select
 from dustin.backends.mlx_metal.sets import checked, facts_of, set_of_layer
+from dustin.errors import UsageError
 from dustin.interfaces import TokenSet
 from dustin.metal_kernels.append_kv import append_kv
 from dustin.metal_kernels.attention import verify_attention
@@ -103,6 +106,7 @@ class Forward:
 
     def attend(self, q: mx.array, layer: int, starts: mx.array, scale: float) -> mx.array:
         """[rows, T, Hq, D] from q of that shape; the in-flight K and V lie in the cache already."""
+        self._choose(q, layer, scale)
         chosen = set_of_layer(self.token_set, layer)
         everything = [chosen is None or self._all_of(chosen, b) for b in range(len(self.counts))]
         if self.long:
@@ -123,6 +127,34 @@ class Forward:
             self._masked[dense] = (mx.array([n for n, _ in both], mx.int32), mx.array([n for _, n in both], mx.int32))
         full, part = self._masked[dense]
         return self._verify(q, k, v, starts, full, None, scale) + self._verify(q, k, v, starts, part, chosen, scale)
+
+    def _choose(self, q: mx.array, layer: int, scale: float) -> None:
+        """Where the set's reselection names `layer`, the set from here on is what the rows in flight, q [rows, T, Hq, D], choose.
+
+        Raise ValueError on heads that the layer lacks, UsageError on compact keys.
+        """
+        again = None if self.token_set is None else self.token_set.reselection
+        if self.token_set is None or again is None or layer not in again.heads:
+            return
+        heads, width = list(again.heads[layer]), max(self.lengths)
+        if not heads or min(heads) < 0 or max(heads) >= q.shape[2]:
+            raise ValueError(f"reselection names heads {heads} of layer {layer}, expected some of 0 to {q.shape[2] - 1}")
+        if again.rank:
+            raise UsageError(f"reselection_rank is {again.rank}, but backend mlx keeps no compact keys: use --reselection-rank 0")
+        ends = self.cache.lengths_array(self.lengths)
+        scores = []
+        for i, b in enumerate(self.rows):
+            # Sequences differ in how many of their rows count.
+            asked = q[i : i + 1, : max(1, min(self.counts[b], again.max_rows))][:, :, mx.array(heads, mx.int32)]
+            keys = self.cache.keys[layer][b : b + 1, : max(1, width)]
+            scores.append(layer_score(asked, keys, heads, ends[b : b + 1], q.shape[2], scale, self.gate))
+        found = dict(zip(self.rows, scores, strict=True))
+        nothing = mx.zeros((1, max(1, width)), mx.float32)
+        mass = mx.concatenate([found.get(b, nothing) for b in range(len(self.counts))], axis=0)
+        # Evaluated here: a pending reader of the keys would make the next append copy them.
+        mx.eval(mass)
+        made = select(mass, None, self.lengths, again.budget, again.num_sink_tokens, again.num_recent_tokens, 0, self.gate)
+        self.token_set = replace(self.token_set, indices=made.indices, counts=made.counts)
 
     def _verify(
         self, q: mx.array, k: mx.array, v: mx.array, starts: mx.array, counts: mx.array, chosen: TokenSet | None, scale: float

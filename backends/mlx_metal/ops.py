@@ -53,7 +53,7 @@ def score(
     mass = None
     for layer, q in queries.items():
         keys = cache.keys[layer][:, :width]
-        part = _layer_score(q.astype(keys.dtype), keys, tap.heads[layer], ends, num_heads, scale, gate)
+        part = layer_score(q.astype(keys.dtype), keys, tap.heads[layer], ends, num_heads, scale, gate)
         part = part * (q.shape[1] * q.shape[2] / total)
         mass = part if mass is None else mass + part
     # Evaluated here: a pending reader of the keys would make the next append copy them.
@@ -61,10 +61,11 @@ def score(
     return mass
 
 
-def _layer_score(
+def layer_score(
     q: mx.array, keys: mx.array, heads: Sequence[int], ends: mx.array, num_heads: int, scale: float, gate: Gate
 ) -> mx.array:
     arguments = (keys, tuple(heads), num_heads, ends, scale)
+    """[B, keys] fp32: `score` of one layer's queries [B, R, S, D] over keys [B, keys, Hkv, D]; `ends` [B] are their lengths."""
     batch, rows, scoring, dim = q.shape
     if dim not in HEAD_DIMS or scoring > MAX_QUERIES:
         return fallback.score_heads(q, *arguments)
@@ -72,7 +73,7 @@ def _layer_score(
     if rows > most:
         # More rows (a prompt's end) than the kernel takes go in parts.
         parts = [(q[:, t : t + most], min(most, rows - t)) for t in range(0, rows, most)]
-        scores = [_layer_score(part, keys, heads, ends, num_heads, scale, gate) * (n / rows) for part, n in parts]
+        scores = [layer_score(part, keys, heads, ends, num_heads, scale, gate) * (n / rows) for part, n in parts]
         return sum(scores[1:], scores[0])
     shape = {"dtype": str(q.dtype).rsplit(".", 1)[-1], "dim": dim, "heads": scoring, "kv_heads": keys.shape[2], "rows": rows}
     shape |= {"batch": bucket(batch), "keys": bucket(keys.shape[1])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -52,7 +52,7 @@ def checked(token_set: TokenSet | None, lengths: Sequence[int]) -> TokenSet | No
         return None
     by_layer = {layer: checked(part, lengths) for layer, part in token_set.by_layer.items()}
     if facts_of(token_set) is not None:
-        return TokenSet(token_set.indices, token_set.counts, token_set.dense_layers, by_layer)  # type: ignore[arg-type]
+        return replace(token_set, by_layer=by_layer)
     rows, counts = token_set.indices.tolist(), token_set.counts.tolist()
     if len(rows) != len(lengths):
         raise ValueError(f"token_set has {len(rows)} rows, expected {len(lengths)}")
@@ -63,7 +63,7 @@ def checked(token_set: TokenSet | None, lengths: Sequence[int]) -> TokenSet | No
         if chosen and (chosen[0] < 0 or chosen[-1] >= length or any(x >= y for x, y in zip(chosen, chosen[1:], strict=False))):
             raise ValueError(f"token_set.indices[{b}] are not ascending within 0..{length - 1}")
     indices, sizes = (x if x.dtype == mx.int32 else x.astype(mx.int32) for x in (token_set.indices, token_set.counts))
-    made = TokenSet(indices, sizes, token_set.dense_layers, by_layer)  # type: ignore[arg-type]
+    made = replace(token_set, indices=indices, counts=sizes, by_layer=by_layer)
     return remember(made, counts, [row[count - 1] + 1 if count else 0 for row, count in zip(rows, counts, strict=True)])
 
 
