@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
 
 from dustin.errors import UsageError
 
@@ -11,9 +13,37 @@ DRAFTERS = ("auto", "draft", "self", "lookup", "none")
 SELECTORS = ("dustin", "history", "lookahead", "specattn", "streaming", "h2o", "snapkv", "quest", "oracle", "dense")
 
 
-def _require(name: str, value: object, ok: bool, expected: str) -> None:
+def require(name: str, value: object, ok: bool, expected: str) -> None:
+    """Raise UsageError naming the field and its value unless `ok`."""
     if not ok:
         raise UsageError(f"{name} is {value!r}, expected {expected}")
+
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "str": (str, "a string"),
+    "bool": (bool, "True or False"),
+    "tuple[str, ...]": (tuple, "a string or several"),
+    "tuple[int, ...]": (tuple, "whole numbers, as in (3, 5)"),
+}
+
+
+def check_types(options: Any) -> None:
+    """Make tuples of lists (and of a single string); raise UsageError for a value that is not what its field takes."""
+    for field in fields(options):
+        value, kind = getattr(options, field.name), str(field.type).removesuffix(" | None")
+        if kind not in _KINDS or (value is None and kind != field.type):
+            continue
+        if kind.startswith("tuple") and isinstance(value, (list, str)):
+            value = (value,) if isinstance(value, str) else tuple(value)
+            object.__setattr__(options, field.name, value)
+        types, expected = _KINDS[kind]
+        parts = value if kind.startswith("tuple") and isinstance(value, tuple) else (value,)
+        inner = _KINDS[kind[6:9]][0] if kind.startswith("tuple") else types
+        # True is 1 to Python, and never what was meant here.
+        fits = isinstance(value, types) and all(isinstance(p, inner) and (kind == "bool" or not isinstance(p, bool)) for p in parts)
+        require(field.name, "..." if "key" in field.name else value, fits, expected)
 
 
 @dataclass(frozen=True)
@@ -30,19 +60,21 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and up to 1")
-        _require("min_p", self.min_p, 0 <= self.min_p < 1, "a number from 0 up to, not including, 1")
-        _require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "a number above 0")
-        _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 10, "-10 to 10")
-        _require("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 10, "-10 to 10")
-        _require("seed", self.seed, 0 <= self.seed < 2**63, "a whole number from 0 to 2**63-1")
+        check_types(self)
+        require("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more")
+        require("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        require("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and up to 1")
+        require("min_p", self.min_p, 0 <= self.min_p < 1, "a number from 0 up to, not including, 1")
+        require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "a number above 0")
+        require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 10, "-10 to 10")
+        require("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 10, "-10 to 10")
+        require("seed", self.seed, 0 <= self.seed < 2**63, "a whole number from 0 to 2**63-1")
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What one request asks for. `max_tokens` counts generated tokens; `top_logprobs` None = no logprobs, 0 = chosen token only."""
+    """What one request asks for. `max_tokens` counts generated tokens; `stop` is a string or several; `top_logprobs` None = no
+    logprobs, 0 = chosen token only."""
 
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
@@ -51,9 +83,11 @@ class RequestOptions:
     sampling: SamplingOptions = SamplingOptions()
 
     def __post_init__(self) -> None:
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
-        _require("stop", self.stop, all(self.stop), "stop strings that are not empty")
-        _require("top_logprobs", self.top_logprobs, self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "0 to 20")
+        check_types(self)
+        require("sampling", self.sampling, isinstance(self.sampling, SamplingOptions), "SamplingOptions(...)")
+        require("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
+        require("stop", self.stop, all(self.stop), "stop strings that are not empty")
+        require("top_logprobs", self.top_logprobs, self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "0 to 20")
 
 
 @dataclass(frozen=True)
@@ -95,40 +129,41 @@ class EngineOptions:
     max_kv_size: int | None = None
 
     def __post_init__(self) -> None:
-        _require("mode", self.mode, self.mode in MODES, "one of " + ", ".join(MODES))
-        _require("drafter", self.drafter, self.drafter in DRAFTERS, "one of " + ", ".join(DRAFTERS))
-        _require("selector", self.selector, self.selector in SELECTORS, "one of " + ", ".join(SELECTORS))
-        _require("num_draft_tokens", self.num_draft_tokens, 1 <= self.num_draft_tokens <= 15, "1 to 15 tokens")
-        _require("num_sink_tokens", self.num_sink_tokens, self.num_sink_tokens >= 0, "0 or more tokens")
-        _require("num_recent_tokens", self.num_recent_tokens, self.num_recent_tokens >= 1, "1 or more tokens")
+        check_types(self)
+        require("mode", self.mode, self.mode in MODES, "one of " + ", ".join(MODES))
+        require("drafter", self.drafter, self.drafter in DRAFTERS, "one of " + ", ".join(DRAFTERS))
+        require("selector", self.selector, self.selector in SELECTORS, "one of " + ", ".join(SELECTORS))
+        require("num_draft_tokens", self.num_draft_tokens, 1 <= self.num_draft_tokens <= 15, "1 to 15 tokens")
+        require("num_sink_tokens", self.num_sink_tokens, self.num_sink_tokens >= 0, "0 or more tokens")
+        require("num_recent_tokens", self.num_recent_tokens, self.num_recent_tokens >= 1, "1 or more tokens")
         protected = self.num_sink_tokens + self.num_recent_tokens
         if self.budget <= protected:
             raise UsageError(
                 f"budget is {self.budget} tokens, expected more than the {protected} protected ones "
                 f"({self.num_sink_tokens} sinks + {self.num_recent_tokens} recent): raise --budget or lower the window"
             )
-        _require("lookahead_share", self.lookahead_share, self.lookahead_share is None or 0 <= self.lookahead_share <= 1, "0 to 1")
-        _require("profile", self.profile, bool(self.profile), "auto, none or a file")
+        require("lookahead_share", self.lookahead_share, self.lookahead_share is None or 0 <= self.lookahead_share <= 1, "0 to 1")
+        require("profile", self.profile, bool(self.profile), "auto, none or a file")
         for name in ("dense_layers", "reselection_layers"):
             layers = getattr(self, name) or ()
-            _require(name, layers, all(layer >= 0 for layer in layers), "layers from 0 on")
-        _require("reselection_rank", self.reselection_rank, self.reselection_rank in (None, 0, 16, 32), "0 (whole keys), 16 or 32")
-        _require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")
-        _require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
-        _require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")
-        _require("exact_block", self.exact_block, 1 <= self.exact_block <= 128, "1 to 128 tokens")
-        _require("min_draft_confidence", self.min_draft_confidence, 0 <= self.min_draft_confidence < 1, "0 (off) up to, not 1")
-        _require("relaxed_weight", self.relaxed_weight, 0 <= self.relaxed_weight < 1, "0 (off) up to, not including, 1")
-        _require("route_confidence", self.route_confidence, 0 <= self.route_confidence <= 1, "0 (off) to 1")
+            require(name, layers, all(layer >= 0 for layer in layers), "layers from 0 on")
+        require("reselection_rank", self.reselection_rank, self.reselection_rank in (None, 0, 16, 32), "0 (whole keys), 16 or 32")
+        require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")
+        require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
+        require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")
+        require("exact_block", self.exact_block, 1 <= self.exact_block <= 128, "1 to 128 tokens")
+        require("min_draft_confidence", self.min_draft_confidence, 0 <= self.min_draft_confidence < 1, "0 (off) up to, not 1")
+        require("relaxed_weight", self.relaxed_weight, 0 <= self.relaxed_weight < 1, "0 (off) up to, not including, 1")
+        require("route_confidence", self.route_confidence, 0 <= self.route_confidence <= 1, "0 (off) to 1")
         for name in ("relaxed_weight", "route_confidence"):
             if getattr(self, name) and self.mode not in ("sparse", "rectified"):
                 raise UsageError(
                     f"{name} is {getattr(self, name)}: it changes the output, which mode {self.mode!r} promises not to: "
                     "use --mode sparse or rectified, or leave it out"
                 )
-        _require("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "1 or more tokens")
+        require("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "1 or more tokens")
         rows = self.max_kv_size
-        _require("max_kv_size", rows, rows is None or rows >= 2, "2 or more tokens, of prompt and answer")
+        require("max_kv_size", rows, rows is None or rows >= 2, "2 or more tokens, of prompt and answer")
 
 
 def defaults(options: type) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dustin import cost_model, prompt_cache
 from dustin.acceptance import RelaxedAcceptance, SpeculativeAcceptance
 from dustin.async_api import Worker
-from dustin.config import EngineOptions, RequestOptions
+from dustin.config import EngineOptions, RequestOptions, require
 from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
@@ -24,7 +24,7 @@ from dustin.scoring import Scoring
 from dustin.selection import create_selector, prepare
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.stats import Stats
-from dustin.text import TextStream, Tokenizer, check_compatible
+from dustin.text import TextStream, Tokenizer, check_compatible, prompt_items
 
 Prompt = str | Seq[int] | Seq[dict[str, str]]
 Progress = Callable[[int, int], None]
@@ -86,6 +86,7 @@ class Session:
         """Generate for several prompts at once, each with its own request; greedy rows equal their single runs."""
         if isinstance(requests, RequestOptions):
             requests = [requests] * len(prompts)
+        require("prompts", prompts, not isinstance(prompts, (str, bytes)), "a list of prompts: put one prompt in a list")
         if len(requests) != len(prompts):
             raise UsageError(f"{len(requests)} requests for {len(prompts)} prompts, expected one each or one for all")
         if not prompts:
@@ -150,12 +151,16 @@ class Session:
         return {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a raw string, of chat messages (through the model's template), or of ids themselves."""
+        """Token ids of a raw string, of chat messages (through the model's template), or of ids themselves.
+
+        Raise UsageError for anything else.
+        """
         if isinstance(prompt, str):
             return list(self._need_tokenizer().encode(prompt))
-        if prompt and isinstance(prompt[0], dict):
-            return list(self._need_tokenizer().apply_chat_template(list(prompt)))  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        given = prompt_items(prompt)
+        if given and isinstance(given[0], dict):
+            return list(self._need_tokenizer().apply_chat_template(given))
+        return [int(token) for token in given]
 
     # Inside.
 
@@ -165,6 +170,8 @@ class Session:
         return self.tokenizer
 
     def _start(self, prompts: Seq[Prompt], requests: Seq[RequestOptions], cache: KVCache | None = None) -> Run:
+        for request in requests:
+            require("request", request, isinstance(request, RequestOptions), "RequestOptions(...)")
         options = self.resolve(*requests)
         stats = Stats(mode=options.mode, drafter=options.drafter, selector=options.selector)
         ids = [self.encode(prompt) for prompt in prompts]
@@ -342,6 +349,7 @@ def load(
     """
     from dustin import models, registry
 
+    require("options", options, options is None or isinstance(options, EngineOptions), "EngineOptions(...)")
     engine = registry.create(backend, device)
     source = models.resolve(model or models.DEFAULT)
     draft_source = models.resolve(draft_model) if draft_model else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,21 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Tokens of a conversation; the template itself writes BOS where the model wants it."""
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+
+def prompt_items(prompt: Any) -> list[Any]:
+    """A prompt that is no string as a list: all chat messages, or all token ids. Raise UsageError for anything else."""
+    if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
+        kind = type(prompt).__name__
+        raise UsageError(f"the prompt is {kind} {prompt!r:.60}, expected a string, or a list of chat messages or of token ids")
+    items = list(prompt)
+    for index, item in enumerate(items):
+        if isinstance(items[0], dict):
+            if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in ("role", "content")):
+                raise UsageError(f'message {index} is {item!r:.60}, expected {{"role": "user", "content": "..."}}')
+        elif not isinstance(item, Integral) or isinstance(item, bool):
+            raise UsageError(f"item {index} of the prompt is {item!r:.60}, expected a token id, or a string for the whole prompt")
+    return items
 
 
 def check_compatible(target: Tokenizer, draft: Tokenizer) -> None:

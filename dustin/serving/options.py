@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dustin.errors import UsageError
-
-
-def _require(name: str, value: object, ok: bool, expected: str) -> None:
-    if not ok:
-        raise UsageError(f"{name} is {value!r}, expected {expected}")
+from dustin.config import check_types, require
 
 
 @dataclass(frozen=True)
@@ -37,17 +32,18 @@ class ServerOptions:
     keep_alive: float = 10.0
 
     def __post_init__(self) -> None:
-        _require("host", self.host, bool(self.host), "an address")
-        _require("port", self.port, 0 <= self.port <= 65535, "0 (any free one) to 65535")
-        _require("api_key", "", self.api_key is None or bool(self.api_key.strip()), "a key that is not empty")
-        _require("slots", self.slots, 1 <= self.slots <= 256, "1 to 256 requests")
-        _require("max_queue", self.max_queue, 0 <= self.max_queue <= 100_000, "0 to 100000 requests")
-        _require("prefill_tokens", self.prefill_tokens, self.prefill_tokens >= 1, "1 or more tokens")
-        _require("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more tokens")
-        _require("max_body_bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more bytes")
+        check_types(self)
+        require("host", self.host, bool(self.host), "an address")
+        require("port", self.port, 0 <= self.port <= 65535, "0 (any free one) to 65535")
+        require("api_key", "", self.api_key is None or bool(self.api_key.strip()), "a key that is not empty")
+        require("slots", self.slots, 1 <= self.slots <= 256, "1 to 256 requests")
+        require("max_queue", self.max_queue, 0 <= self.max_queue <= 100_000, "0 to 100000 requests")
+        require("prefill_tokens", self.prefill_tokens, self.prefill_tokens >= 1, "1 or more tokens")
+        require("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more tokens")
+        require("max_body_bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more bytes")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
-            _require(name, value, 0 <= value < float("inf"), "0 or more seconds")
+            require(name, value, 0 <= value < float("inf"), "0 or more seconds")
         for name in ("stall_timeout", "keep_alive"):
             value = getattr(self, name)
-            _require(name, value, 0 < value < float("inf"), "more than 0 seconds")
+            require(name, value, 0 < value < float("inf"), "more than 0 seconds")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -182,6 +184,59 @@ def test_bad_options_name_the_value(options: dict[str, object]) -> None:
     (value,) = options.values()
     with pytest.raises(UsageError, match=str(value)):
         EngineOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "says"),
+    [
+        (RequestOptions, "max_tokens", "5", "max_tokens is '5', expected a whole number"),
+        (RequestOptions, "max_tokens", 5.5, "max_tokens is 5.5, expected a whole number"),
+        (RequestOptions, "max_tokens", True, "max_tokens is True, expected a whole number"),
+        (RequestOptions, "stop", (1,), "stop is (1,), expected a string or several"),
+        (RequestOptions, "ignore_eos", 1, "ignore_eos is 1, expected True or False"),
+        (RequestOptions, "sampling", {"temperature": 1}, "expected SamplingOptions(...)"),
+        (SamplingOptions, "temperature", None, "temperature is None, expected a number"),
+        (SamplingOptions, "seed", 1.0, "seed is 1.0, expected a whole number"),
+        (EngineOptions, "dense_layers", 3, "dense_layers is 3, expected whole numbers"),
+        (EngineOptions, "mode", None, "mode is None, expected a string"),
+        (EngineOptions, "max_kv_size", "1", "max_kv_size is '1', expected a whole number"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused(kind: type, name: str, value: object, says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)):
+        kind(**{name: value})
+
+
+def test_lists_and_single_strings_become_tuples_and_numpy_numbers_are_numbers() -> None:
+    # Left as it is, "END" would stop at each of its letters.
+    assert RequestOptions(stop="END").stop == ("END",) and RequestOptions(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert EngineOptions(dense_layers=[1, 2]).dense_layers == (1, 2)  # type: ignore[arg-type]
+    assert SamplingOptions(temperature=1, seed=np.int64(3), top_p=np.float32(0.5)).seed == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (5, "the prompt is int 5, expected a string"),
+        (b"hi", "the prompt is bytes b'hi', expected a string"),
+        ({"role": "user", "content": "x"}, "the prompt is dict"),
+        ([1, 2.5], "item 1 of the prompt is 2.5, expected a token id"),
+        (["a"], "item 0 of the prompt is 'a', expected a token id"),
+        ([{"role": "user"}], 'message 0 is {\'role\': \'user\'}, expected {"role": "user", "content": "..."}'),
+        ([{"role": "user", "content": "x"}, 3], "message 1 is 3"),
+    ],
+)
+def test_prompts_of_a_wrong_kind_are_refused(prompt: object, says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)):
+        session().generate(prompt)  # type: ignore[arg-type]
+
+
+def test_what_is_no_request_is_refused() -> None:
+    with pytest.raises(UsageError, match="request is {'max_tokens': 3}, expected RequestOptions"):
+        session().generate(PROMPT, {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected a list of prompts"):
+        session().batch_generate("two", REQUEST)  # type: ignore[arg-type]
+    assert session().generate(np.array(PROMPT), REQUEST).tokens == list(greedy(PROMPT, 9))  # type: ignore[arg-type]
 
 
 def test_defaults_are_readable() -> None:
