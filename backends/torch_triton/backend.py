@@ -50,7 +50,7 @@ class TorchBackend:
         """[B, T] int64, short rows padded with 0."""
         width = max((len(row) for row in rows), default=0)
         padded = [list(row) + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(padded, dtype=torch.long, device=self._device).view(len(rows), width)
+        return ops.on_device(padded, torch.long, self._device).view(len(rows), width)
 
     def concat_tokens(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join [B, T_i] along T."""
@@ -69,7 +69,7 @@ class TorchBackend:
         self, queries: Mapping[int, torch.Tensor], rows: torch.Tensor | Sequence[int], count: int = 1
     ) -> Mapping[int, torch.Tensor]:
         """Of each [B, T, S, D] the `count` rows that end at rows[b], row 0 repeated: [B, count, S, D]."""
-        wanted = torch.as_tensor(rows, device=self._device).long()[:, None]
+        wanted = (rows if isinstance(rows, torch.Tensor) else ops.on_device(list(rows), torch.long, self._device)).long()[:, None]
         if count > 1:
             wanted = (wanted + torch.arange(1 - count, 1, device=self._device)).clamp_(min=0)
         at = torch.arange(len(wanted), device=self._device)[:, None]
@@ -85,7 +85,7 @@ class TorchBackend:
         self, old: Mapping[int, torch.Tensor], new: Mapping[int, torch.Tensor], rows: Sequence[bool]
     ) -> Mapping[int, torch.Tensor]:
         """Row b from `new` where rows[b], else from `old`; both [B, R, S, D]. Raise ValueError when they do not match."""
-        taken = torch.tensor(list(rows), dtype=torch.bool, device=self._device)[:, None, None, None]
+        taken = ops.on_device(list(rows), torch.bool, self._device)[:, None, None, None]
         if set(old) != set(new) or any(old[layer].shape != q.shape for layer, q in new.items()):
             raise ValueError("old and new queries differ in layers or shapes, expected the same")
         return {layer: torch.where(taken, q, old[layer]) for layer, q in new.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -82,6 +83,11 @@ def _best(scores: torch.Tensor | None, candidates: torch.Tensor, count: int) -> 
     # A candidate's -inf still ranks above what is no candidate.
     ranked[:, :width] = torch.nan_to_num(scores[:, :width].float(), nan=lowest, neginf=lowest)
     return top_mask(ranked.masked_fill(~candidates, float("-inf")), count) & candidates
+
+
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host values on a device, without waiting for what runs there: torch.tensor(device=...) waits for all of it."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def select(
@@ -196,7 +202,7 @@ def extend(token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> 
 def replace_set_rows(old: TokenSet, new: TokenSet, rows: Sequence[bool]) -> TokenSet:
     """Row b from `new` where rows[b], else from `old`; padded to the wider of the two. Layers' own sets come from `new`."""
     width = max(old.indices.shape[1], new.indices.shape[1])
-    taken = torch.tensor(list(rows), dtype=torch.bool, device=new.indices.device)
+    taken = on_device(list(rows), torch.bool, new.indices.device)
     wide = [torch.nn.functional.pad(part.indices, (0, width - part.indices.shape[1])) for part in (new, old)]
     indices = torch.where(taken[:, None], wide[0], wide[1])
     by_layer = {

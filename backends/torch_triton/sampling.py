@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from dustin.backends.common.checks import check_warp
 from dustin.backends.torch_triton.cache import check_lengths
-from dustin.backends.torch_triton.ops import top_mask
+from dustin.backends.torch_triton.ops import on_device, top_mask
 from dustin.interfaces import HostVerdict, TokenLogprobs, Verdict, WarpBatch
 
 
@@ -68,7 +68,7 @@ def probabilities(
         block = logits[b].float()
         factors = (warp.repetition_penalty[b], warp.presence_penalty[b], warp.frequency_penalty[b])
         if context is not None and factors != (1.0, 0.0, 0.0):
-            known = torch.tensor(list(context[b]), dtype=torch.long, device=logits.device)
+            known = on_device(list(context[b]), torch.long, logits.device)
             lines = []
             for t in range(rows):
                 tail = known[:0] if inflight is None else inflight[b, : width - (rows - 1) + t]
@@ -84,7 +84,7 @@ def draw(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
         raise ValueError(f"uniforms are {list(uniforms)}, expected 0 to 1, without 1")
     cumulative = weights.double().cumsum(-1)
     total = cumulative[:, -1:].contiguous()
-    wanted = torch.tensor(list(uniforms), dtype=torch.double, device=weights.device)[:, None] * total
+    wanted = on_device(list(uniforms), torch.double, weights.device)[:, None] * total
     # u * total may round up to total itself: the last token that has mass is then the answer.
     last = torch.searchsorted(cumulative, total)
     return torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)[:, 0]
@@ -106,7 +106,7 @@ def favour(
     out = logits.clone()
     at = drafts.long()[..., None]
     front = out[:, : drafts.shape[1]]
-    counts = torch.tensor(list(num_drafts)).to(logits.device, non_blocking=True)
+    counts = on_device(list(num_drafts), torch.long, logits.device)
     judged = torch.arange(drafts.shape[1], device=logits.device)[None] < counts[:, None]
     sure = ((sureness >= threshold) & judged)[..., None]
     most = 6e4 if out.dtype == torch.float16 else 1e30
@@ -136,7 +136,7 @@ def _prefix(kept: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
 def accept_greedy(drafts: torch.Tensor, num_drafts: Sequence[int], logits: torch.Tensor) -> Verdict:
     """The longest prefix of drafts [B, G] equal to the argmax of logits [B, G+1, V], then that argmax."""
     _check(drafts, num_drafts, logits)
-    counts = torch.tensor(list(num_drafts), device=logits.device)
+    counts = on_device(list(num_drafts), torch.long, logits.device)
     best = first_argmax(logits)
     kept = _prefix(drafts == best[:, :-1], counts)
     return Verdict(kept, best.to(torch.int32), None, _finite(logits, counts))
@@ -159,12 +159,12 @@ def accept_sampled(
     _check(drafts, num_drafts, target_probabilities)
     batch, width = drafts.shape
     device, p = drafts.device, target_probabilities
-    counts = torch.tensor(list(num_drafts), device=device)
+    counts = on_device(list(num_drafts), torch.long, device)
     kept = torch.zeros(batch, dtype=torch.int32, device=device)
     weights = p[:, 0]
     if width:
         padded = [[*row, *[0.0] * width][:width] for row in accept_uniforms]
-        u = torch.tensor(padded, dtype=torch.double, device=device)
+        u = on_device(padded, torch.double, device)
         at = drafts[..., None]
         q = None if draft_probabilities is None else draft_probabilities[:, :width]
         q_of_draft = 1.0 if q is None else _covering(q, width).gather(-1, at)[..., 0].double()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from dustin.backends.torch_triton.ops import on_device
 from dustin.interfaces import RowComparison, Tap, TokenSet
 
 Rows = Callable[[int], torch.Tensor]
@@ -113,7 +114,7 @@ def smooth(scores: torch.Tensor, width: int) -> torch.Tensor:
 def accumulate(old: torch.Tensor, new: torch.Tensor, decay: float | Sequence[float]) -> torch.Tensor:
     """See Backend.accumulate."""
     if not isinstance(decay, float):
-        decay = torch.tensor(list(decay), device=new.device, dtype=new.dtype)[:, None]  # type: ignore[assignment]
+        decay = on_device(list(decay), new.dtype, new.device)[:, None]  # type: ignore[assignment]
     width = max(old.shape[1], new.shape[1])
     before, fresh = (torch.nn.functional.pad(x, (0, width - x.shape[1]), value=_NONE) for x in (old, new))
     known = before.masked_fill(torch.isneginf(before), 0.0)
