@@ -105,6 +105,16 @@ class Client:
         return "".join(pieces), times
 
 
+def warm(client: Client, opts: dict[str, Any]) -> None:
+    """The first requests. A GPU compiles and records what it meets for the first time: as many, and as long, as will come."""
+    if opts["device"] != "cuda":
+        client.ask("Hello")
+        return
+    for clients in (1, opts["clients"]):
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(client.ask, [f"{i} " + "Hello " * opts["context"] for i in range(clients)]))
+
+
 @dataclass
 class Measured:
     """What one side did with so many clients, over all rounds."""
@@ -239,12 +249,10 @@ def main(**opts: Any) -> None:
         begun = list(sides(opts, source, draft, Path(folder)))
         for (name, _, _, _, model), address in zip(begun, start_all(begun, opts["threads"], servers), strict=True):
             asked[name] = Client(address, model, opts["tokens"])
-            # Loads and warms. A GPU compiles and records what it meets for the first time: as many, and as long, as will come.
-            hello = "Hello " * (opts["context"] if opts["device"] == "cuda" else 1)
-            for clients in {1, opts["clients"]} if opts["device"] == "cuda" else {1}:
-                Measured(name, clients).add(asked[name], [f"{i} {hello}" for i in range(clients)], tokenizer)
             for clients in (1, opts["clients"]):
                 made[name, clients] = Measured(name, clients)
+        with ThreadPoolExecutor(len(asked)) as pool:
+            list(pool.map(lambda client: warm(client, opts), asked.values()))
         for _ in range(opts["rounds"]):
             for clients in (1, opts["clients"]):
                 some, prompts = prompts[: opts["requests"]], prompts[opts["requests"] :]
