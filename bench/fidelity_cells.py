@@ -45,7 +45,7 @@ class Pair:
     ) -> None:
         """Read all documents. There is memory for `copies` sequences more, in the same pool: graphs of a shape serve them too."""
         self.session, self.documents = session, documents
-        self.chunk = chunk
+        self.chunk, self.longest, self.copies = chunk, context, copies
         models = [session.target, *([session.draft] if session.draft else [])]
         self.readings = []
         for model in models:
@@ -204,17 +204,22 @@ class Way:
     stats: Stats = field(default_factory=Stats)
 
 
-def answer(pair: Pair, context: int, per_document: int, at_once: int, ways: list[Way], deadline: float) -> list[tuple[int, Any]]:
+def answer(pair: Pair, context: int, per_document: int, ways: list[Way], deadline: float) -> list[tuple[int, Any]]:
     """Every way answers the same questions about the documents' prefixes, from copies of the caches; returns (document, task).
 
-    `at_once` questions are one batch. Ways that the deadline leaves no time for have fewer scores than there are questions.
+    Batches are as large as the memory of the pair's copies holds at this context. Ways that the deadline leaves no time for have
+    fewer scores than there are questions.
     """
     session = pair.session
     pair.settle(context)
     asked = [(d, task) for d, document in enumerate(pair.documents) for task in document.tasks(context, per_document, d)]
+    # A question and its answer take less than this.
+    room = context + ANSWER_TOKENS + 256
+    batches = -(-len(asked) // max(1, pair.copies * pair.longest // room))
+    at_once = -(-len(asked) // batches)
     for start in range(0, len(asked), at_once):
         part = asked[start : start + at_once]
-        caches = [reading.cache.take([d for d, _ in part]) for reading in pair.readings]
+        caches = [reading.cache.take([d for d, _ in part], room) for reading in pair.readings]
         prompts = [[*pair.documents[d].prefix(context), *suffix(session.tokenizer, task.question)] for d, task in part]
         for way in ways:
             if time.perf_counter() > deadline:

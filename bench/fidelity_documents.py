@@ -29,8 +29,8 @@ TASKS = {
     "speech": "List the measures that the speech above proposes, with the reason given for each.",
     "code": "Explain the last functions of the code above, one after the other, and add an example of each.",
 }
-# What each region has planted, by slot: facts twice, so that a dozen documents ask two dozen questions of that kind.
-PLANTED = (*fidelity_tasks.KINDS, "qa")
+# What each region has planted, by slot: as many facts as needles, so that a dozen documents ask four dozen questions of both.
+PLANTED = (*fidelity_tasks.KINDS, "qa", "qa", "qa")
 # Planted statements keep this many tokens away from where a region begins: the text track reads on there.
 CLEAR = 320
 

@@ -103,7 +103,7 @@ class Bench:
         """Questions of all kinds, dense attention first."""
         for way in ways:
             way.scores.clear()
-        asked = answer(pair, context, self.opts["questions"], self.opts["at_once"], ways, until)
+        asked = answer(pair, context, self.opts["questions"], ways, until)
         dense = ways[0].scores
         for way in ways:
             # Where time ran out, what was answered by then counts: dense attention answers each batch first.

@@ -18,10 +18,13 @@ _NOUNS = (
     "ladder", "meadow", "needle", "oyster", "pillow", "quarry", "ribbon", "shovel", "tunnel", "umbrella", "velvet", "whistle",
 )  # fmt: skip
 _NAMES = ("Aldous", "Brigitte", "Cosmo", "Delphine", "Ezra", "Fenella", "Gideon", "Henrike", "Ignatius", "Juno", "Kasimir")
-_PLACES = ("Aarhus", "Bergen", "Cremona", "Dundee", "Esztergom", "Funchal", "Ghent", "Hobart", "Innsbruck", "Jaipur", "Leiden")
+_PLACES = (
+    "Aarhus", "Bergen", "Cremona", "Dundee", "Esztergom", "Funchal", "Ghent", "Hobart", "Innsbruck", "Jaipur", "Leiden", "Malaga",
+    "Novara", "Odessa", "Porto", "Quimper", "Rostock", "Split", "Tartu", "Utrecht",
+)  # fmt: skip
 _THINGS = (
     "astrolabe", "stamp album", "cello", "beehive", "telescope", "chess set", "weathervane", "sleigh", "harpsichord", "sundial",
-    "music box", "rowing boat",
+    "music box", "rowing boat", "spinning wheel", "greenhouse", "barometer", "saddlebag", "printing press", "rocking horse",
 )  # fmt: skip
 # A common word occurs this many times as often as another of its list.
 OFTEN = 10

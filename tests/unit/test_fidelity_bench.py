@@ -14,7 +14,7 @@ from bench import fidelity, fidelity_cells, fidelity_documents, fidelity_require
 from bench.fidelity_plan import BUDGETS, NEEDLES, PEERS, TRACKS
 from tests.tiny_model import write
 
-CONTEXTS = ("1200", "2300")
+CONTEXTS = ("1600", "3200")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,16 +73,16 @@ def test_dense_against_dense_is_no_loss(made: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_more_budget_loses_less(made: list[dict[str, Any]]) -> None:
-    cells = [row for row in made if row["selector"] == "dustin" and row["track"] == "text" and row["context"] == 2300]
+    cells = [row for row in made if row["selector"] == "dustin" and row["track"] == "text" and row["context"] == 3200]
     plain = {row["budget"]: row["kl"] for row in cells if row["heads"] == "heuristic"}
     assert plain[2048] < plain[512] < plain[128]
 
 
 @pytest.mark.slow
 def test_parts_can_be_run_alone_on_the_same_documents(models: list[str], made: list[dict[str, Any]], tmp_path: Path) -> None:
-    alone = bench(models, tmp_path / "part.jsonl", "--tracks", "chat", "--contexts", "1200", "--regions", "2300")
+    alone = bench(models, tmp_path / "part.jsonl", "--tracks", "chat", "--contexts", "1600", "--regions", "3200")
     assert {row["track"] for row in alone} == {"chat"}
-    chat = [row for row in made if row["track"] == "chat" and row["context"] == 1200 and "kl" in row]
+    chat = [row for row in made if row["track"] == "chat" and row["context"] == 1600 and "kl" in row]
 
     def cell(row: dict[str, Any]) -> tuple[Any, ...]:
         names = ("selector", "heads", "budget", "bytes_of_budget", "top_mass", "lookahead_lag")
@@ -118,7 +118,7 @@ def test_an_unknown_track_is_named(models: list[str], tmp_path: Path) -> None:
 
 
 def test_all_selectors_stand_in_one_table(models: list[str], tmp_path: Path) -> None:
-    args = ["--model", models[0], "--draft-model", models[1], "--device", "cpu", "--dtype", "float32", "--context", "1200"]
+    args = ["--model", models[0], "--draft-model", models[1], "--device", "cpu", "--dtype", "float32", "--context", "1600"]
     args += ["--documents", "2", "--tokens", "13", "--budget", "256", "--profile", "none", "--out", str(tmp_path / "rows.jsonl")]
     result = CliRunner().invoke(selectors.main, args)
     assert result.exit_code == 0, result.output

@@ -62,7 +62,7 @@ def test_no_two_facts_of_a_document_are_about_one_thing(documents) -> None:
         assert len(asked) == len(set(asked))
         facts = [task for task in document.tasks(9000, 99) if task.kind == "qa"]
         things = [thing for thing in fidelity_tasks._THINGS for task in facts if thing in task.question]
-        assert len(things) == len(set(things)) == 4
+        assert len(things) == len(set(things)) == 8
 
 
 def test_lists_of_words_keep_their_answer_when_cut() -> None:
