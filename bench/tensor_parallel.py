@@ -21,6 +21,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from bench import decode_acceptance
 from bench import rows as result_rows
@@ -33,6 +34,7 @@ from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_7B, qwen2_config, random_weights
 from dustin.backends.torch_triton.ranks import Ranks, join, leave
 from dustin.backends.torch_triton.sharding import Shard
+from dustin.backends.torch_triton.symmetric import Sums
 from dustin.interfaces import Tap
 from dustin.selection import draft_tap, target_tap
 
@@ -55,12 +57,12 @@ def bytes_needed(config: ModelConfig, size: int, rows: int) -> int:
     return total + REST_BYTES
 
 
-class AllRanks:
+class AllRanks(Sums):
     """Peers of a shard whose logits every rank gets whole. `quiet` leaves the collectives out, to see what they cost."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size, self.variant = ranks.rank, ranks.size, None
-        self.group, self._gather = ranks._data, ranks.gather
+        self.group, self._gather, self.symmetric = ranks._data, ranks.gather, ranks.symmetric
         self.quiet = False
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,6 +70,10 @@ class AllRanks:
         if not self.quiet:
             dist.all_reduce(x, group=self.group)
         return x
+
+    def linear_sum(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See Sums.linear_sum."""
+        return F.linear(x, weight, bias) if self.quiet else super().linear_sum(x, weight, bias)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """[R, size * n] from every rank's [R, n]."""
@@ -197,6 +203,7 @@ class SplitBench(DecodeBench):
         row = self.results[-1]
         row["card"] = f"{self.ranks.size} x {row['card']}"
         row["baseline"] = f"our dense autoregressive decoding with CUDA graphs on the same {self.ranks.size} cards"
+        row["sums"] = "symmetric memory" if self.peers.symmetric is not None else "NCCL"
         row["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         same = ("batch", "num_draft_tokens", "context")
         dense = [r for r in self.results if r["mode"] == "dense" and all(r.get(key) == row.get(key) for key in same)]

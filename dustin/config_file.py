@@ -18,7 +18,9 @@ from dustin.models import user_path
 
 LOCAL = Path("dustin.toml")
 # Variables of ours that are no option of a command.
-OTHER_VARIABLES = ("DUSTIN_CACHE", "DUSTIN_CONFIG", "DUSTIN_LAUNCHED", "DUSTIN_METAL_GATE", "DUSTIN_TP_TIMEOUT")
+OTHER_VARIABLES = (
+    "DUSTIN_CACHE", "DUSTIN_CONFIG", "DUSTIN_LAUNCHED", "DUSTIN_METAL_GATE", "DUSTIN_TP_SYMMETRIC", "DUSTIN_TP_TIMEOUT",
+)  # fmt: skip
 
 
 def config_path() -> Path:

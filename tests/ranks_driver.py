@@ -44,12 +44,32 @@ def perturb() -> None:
     model.linear = noisy
 
 
+class FakeSymmetric:
+    """Stands for SymmetricSum on a CPU: one buffer that every sum overwrites."""
+
+    def __init__(self) -> None:
+        self.buffer, self.used = torch.full((1 << 16,), float("nan")), 0
+
+    def room(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns], without what was there."""
+        self.used += 1
+        return self.buffer.fill_(float("nan"))[: rows * columns].view(rows, columns).to(dtype)
+
+    def sum(self, x: torch.Tensor) -> None:
+        """The sum over ranks, in place."""
+        torch.distributed.all_reduce(x)
+
+
 def main() -> None:
     """Arguments: the target's folder, the draft's, the cases."""
     target, draft, *names = sys.argv[1:]
     torch.set_num_threads(1)
     if os.environ.get("PERTURB_RANK") == os.environ.get("RANK", "0"):
         perturb()
+    if fake := "DRIVER_SYMMETRIC" in os.environ:
+        from dustin.backends.torch_triton.ranks import Ranks
+
+        Ranks.symmetric = FakeSymmetric()  # type: ignore[assignment]
     found = {}
     short = "TRITON_INTERPRET" in os.environ
     prompts, tokens = ([PROMPTS[0][:60]], 6) if short else (PROMPTS, 24)
@@ -72,6 +92,8 @@ def main() -> None:
             session._scorings[key] = replace(session._scoring(session.resolve()), refresh=3, pool=80)
         results = session.batch_generate(prompts, RequestOptions(max_tokens=tokens, ignore_eos=True, sampling=sampling))
         found[name] = [result.tokens for result in results]
+    if fake and not Ranks.symmetric.used:  # type: ignore[union-attr]
+        raise RuntimeError("nothing was summed in shared memory")
     print(json.dumps(found), flush=True)
     if launch.kind() or alone:
         registry.leave_ranks()

@@ -44,8 +44,8 @@ class Slots:
 @dataclass
 class Inputs:
     """What a forward reads, all on the device: tokens [B, T] int64; lengths (before the step), num_tokens [B] int32;
-    page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense), and
-    `again` replaces the shared one during the forward."""
+    page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense); layers
+    of `again` that are not among those choose their own."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -120,8 +120,8 @@ class DeviceForward:
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
             attended = self._attend(q, inputs, i).view(batch * rows, -1)
-            update = self._sum(F.linear(attended, layer.output.weight, layer.output.bias))
-            update = self._sum(self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps)))
+            update = self._product(attended, layer.output)
+            update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
         if logits == "none":
             return None, queries
         x = add_norm(update, residual, self.weights.norm, eps)
@@ -133,8 +133,11 @@ class DeviceForward:
             out = self.peers.gather_columns(out)
         return out.view(batch, -1, out.shape[-1])[..., : self.vocab_size]
 
-    def _sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.peers is None else self.peers.sum(x)
+    def _product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+        """x [R, in] times a weight of which each rank has some columns; over ranks it is valid until the next one."""
+        if self.peers is None:
+            return F.linear(x, layer.weight, layer.bias)
+        return self.peers.linear_sum(x, layer.weight, layer.bias)
 
     def _run_blocks(
         self, blocks: DecodeBlocks, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
@@ -205,11 +208,11 @@ class DeviceForward:
 
     def _attend(self, q: torch.Tensor, inputs: Inputs, index: int) -> torch.Tensor:
         window = self.config.windows[index] or 0
-        settled = True
-        if inputs.again is not None and index in inputs.again.heads:
-            inputs.shared, settled = self._choose(inputs.again, q, inputs, index), False
         # A layer with a window keeps it and ignores the set.
         slots = None if window else inputs.slots_of(index)
+        chooses = inputs.again is not None and index in inputs.again.heads and index not in inputs.by_layer
+        if inputs.again is not None and chooses:
+            slots = self._choose(inputs.again, q, inputs, index)
         keys, values = self.pool.keys[index], self.pool.values[index]
         if slots is None:
             return dense.dense_verify(
@@ -222,7 +225,7 @@ class DeviceForward:
             slots=slots.slots, slot_counts=slots.counts, workspace=self._workspace(q, slots.slots.shape[1], sparse_keys=True),
             config=self._sparse_config(q),
             # The launch before wrote the queries and the in-flight rows; slots are older, unless they were chosen right here.
-            settled=settled,
+            settled=not chooses,
         )  # fmt: skip
 
     def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> Slots:
@@ -252,5 +255,5 @@ class DeviceForward:
         parts = []
         for rows in x.split(MLP_ROWS):
             gated = silu_gate(F.linear(rows, layer.gate_up.weight, layer.gate_up.bias))
-            parts.append(F.linear(gated, layer.down.weight, layer.down.bias))
+            parts.append(self._product(gated, layer.down))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

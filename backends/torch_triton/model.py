@@ -43,6 +43,10 @@ class Peers(Protocol):
         """The sum over ranks."""
         ...
 
+    def linear_sum(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The sum over ranks of x [R, in] times a weight [out, in], plus the bias; valid until the next one."""
+        ...
+
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 every rank's [R, n] side by side; elsewhere x itself."""
         ...
@@ -144,8 +148,8 @@ class TorchModel:
             cache.write(i, where, k, v)
             if i in heads:
                 queries[i] = q[:, list(heads[i])]
-            token_set = ops.reselected(token_set, q, cache, i, counts, scale=self.scale, compact=self.compact)
-            attended = attention(q, cache, i, set_of_layer(token_set, i), self.config.windows[i])
+            own = ops.reselected(token_set, q, cache, i, counts, scale=self.scale, compact=self.compact)
+            attended = attention(q, cache, i, own or set_of_layer(token_set, i), self.config.windows[i])
             hidden = hidden + self._sum(linear(attended.flatten(1), layer.output))
             hidden = hidden + self._sum(self._mlp(layer, hidden))
         return hidden, queries

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dustin.backends.common.steps import Steps
+from dustin.backends.torch_triton.symmetric import Sums, prepare
 from dustin.errors import RankError, UsageError
 
 _HEADER = 4096
@@ -60,7 +61,7 @@ def gather_into_one(parts: torch.Tensor, x: torch.Tensor, group: Any) -> None:
     getattr(dist, name)(parts, x, group=group)
 
 
-class Ranks(Steps):
+class Ranks(Steps, Sums):
     """All ranks of a run. `rank`, `size`, and after `open` the device of this one."""
 
     def __init__(self) -> None:
@@ -92,6 +93,7 @@ class Ranks(Steps):
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self._data = dist.new_group(backend="nccl", timeout=self._limit)
+            self.symmetric = prepare(self, self._data)
 
     # Inside a forward.
 

@@ -312,14 +312,17 @@ def test_a_wrong_number_of_ranks_is_refused(ranks: list[subprocess.Popen[str]], 
 
 
 @pytest.mark.slow
-def test_cuda_models_of_two_ranks_give_the_tokens_of_one(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    """The paged models with Triton kernels, interpreted on the CPU; the collectives are gloo's."""
+@pytest.mark.parametrize("symmetric", [{}, {"DRIVER_SYMMETRIC": "1"}], ids=["collectives", "shared memory"])
+def test_cuda_models_of_two_ranks_give_the_tokens_of_one(
+    ranks: list[subprocess.Popen[str]], tmp_path: Path, symmetric: dict[str, str]
+) -> None:
+    """The paged models with Triton kernels, interpreted on the CPU; the collectives are gloo's, or a stand-in's in one buffer."""
     wide = {"hidden_size": 64, "head_dim": 16}
     folders = write(tmp_path / "target", seed=3, num_hidden_layers=3, **wide), write(tmp_path / "draft", seed=4, **wide)
     interpreted = {"TRITON_INTERPRET": "1"}
     (one,) = finish(start(1, ["tests/ranks_driver.py", *map(str, folders), "sparse"], interpreted), 300)
     assert one[0] == 0, one
-    ranks += start(2, ["tests/ranks_driver.py", *map(str, folders), "sparse"], interpreted)
+    ranks += start(2, ["tests/ranks_driver.py", *map(str, folders), "sparse"], interpreted | symmetric)
     ends = finish(ranks, 300)
     assert ends[0][0] == 0 and json.loads(ends[0][1]) == json.loads(one[1]), ends
 
@@ -361,3 +364,19 @@ def test_a_step_cut_short_ends_mlx_ranks(models: tuple[Path, Path]) -> None:
     run = [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", free_port(), "--", sys.executable, "-c", code]
     ended = subprocess.run(run, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert "interrupted" in ended.stdout and "out of step: KeyboardInterrupt cut a step short" in ended.stdout, ended
+
+
+@pytest.mark.slow
+def test_the_bench_of_split_targets_runs_through(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Every mode of `bench tensor_parallel` on tiny shapes, interpreted kernels and gloo: rows are complete (about 10 minutes)."""
+    args = "--shape 72b --batches 1 --context 100 --budget 48 --drafts 2 --blocks 4 --paper-scoring --acceptance geometric"
+    modes = "ar,dense,both,sparse,rectified,exact"
+    command = ["tests/ranks_bench.py", *args.split(), "--modes", modes, "--output", str(tmp_path / "rows.jsonl")]
+    ranks += start(2, command, {"TRITON_INTERPRET": "1", "DUSTIN_TP_TIMEOUT": "600"})
+    ends = finish(ranks, 1500)
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["mode"].split(" ")[0].strip(",") for row in rows] == ["ar", "dense", "sparse", "sparse", "rectified", "exact"]
+    assert all(row["tensor_parallel"] == 2 and row["peak_memory_gb"] is not None for row in rows)
+    assert all(row["attention_ratio"] == round(1 / 3, 2) and row["collectives_us"] == 0.0 for row in rows[2:4])
+    assert rows[0]["attention_us"] == 1000.0
