@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_model import CudaModel
+from dustin.backends.torch_triton.cuda_replay import Inputs, Replays
 from dustin.interfaces import Tap, TokenSet, Verdict
 from dustin.triton_kernels import accept
 from dustin.triton_kernels.argmax_rows import argmax_rows
@@ -35,6 +37,10 @@ class CudaBackend(TorchBackend):
 
     # The selection kernel is compiled for every budget and share: calibration, which tries many once, goes without it.
     plain_selection = False
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._replays = Replays(self._device)
 
     @property
     def card(self) -> str:
@@ -75,28 +81,39 @@ class CudaBackend(TorchBackend):
             raise ValueError("queries is empty, expected captured queries of one layer or more")
         ends = check_lengths("lengths", lengths, [0] * cache.batch, cache.lengths)
         page_size = cache.pool.page_size
-        columns = max(1, -(-max(ends) // page_size)) * page_size
-        scores = torch.empty(cache.batch, columns, dtype=torch.float32, device=self._device)
-        device_ends = self._ints(ends)
+        pages = self._columns(max(1, -(-max(ends) // page_size)), cache.page_table.shape[1])
+        spec, scale, columns = model.spec, model.scale, pages * page_size
         total = sum(q.shape[1] * q.shape[2] for q in queries.values())
-        alike: dict[tuple[torch.Size, torch.Size], list[tuple[torch.Tensor, torch.Tensor, HeadGroups]]] = {}
+        alike: dict[tuple[torch.Size, torch.Size], list[tuple[int, torch.Tensor, HeadGroups]]] = {}
         for layer, q in queries.items():
-            groups = group_heads(tap.heads[layer], model.spec.num_heads, model.spec.num_kv_heads, self._device)
-            alike.setdefault((q.shape, groups.heads.shape), []).append((q, cache.pool.keys[layer], groups))
-        added = False
-        # Layers with as many heads share launches. The kernel takes SCORE_ROWS rows and heads at once: more rows (a prompt's
-        # end) go in parts.
-        for (shape, heads), layers in alike.items():
-            for start in range(0, shape[1], size := max(1, SCORE_ROWS // heads[1])):
-                parts = [q[:, start : start + size] for q, _, _ in layers]
-                num_rows = parts[0].shape[1]
-                score_layers(
-                    parts, [keys for _, keys, _ in layers], cache.page_table, device_ends, [each for *_, each in layers], scores,
-                    num_rows=torch.full((cache.batch,), num_rows, dtype=torch.int32, device=self._device),
-                    weight=num_rows * shape[2] / total, add=added, scale=model.scale,
-                )  # fmt: skip
-                added = True
-        return scores
+            groups = group_heads(tap.heads[layer], spec.num_heads, spec.num_kv_heads, self._device)
+            alike.setdefault((q.shape, groups.heads.shape), []).append((layer, cache.pool.keys[layer], groups))
+
+        def work(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+            ends, table, added = inputs["ends"], inputs["page_table"], False
+            scores = torch.empty(len(ends), columns, dtype=torch.float32, device=ends.device)
+            # Layers with as many heads share launches. The kernel takes SCORE_ROWS rows and heads at once: more rows (a prompt's
+            # end) go in parts.
+            for (shape, heads), layers in alike.items():
+                for start in range(0, shape[1], size := max(1, SCORE_ROWS // heads[1])):
+                    parts = [inputs[str(layer)][:, start : start + size] for layer, *_ in layers]
+                    num_rows = parts[0].shape[1]
+                    score_layers(
+                        parts, [keys for _, keys, _ in layers], table, ends, [each for *_, each in layers], scores,
+                        num_rows=torch.full_like(ends, num_rows), weight=num_rows * shape[2] / total, add=added, scale=scale,
+                    )  # fmt: skip
+                    added = True
+            return (scores,)
+
+        inputs = {str(layer): q for layer, q in queries.items()}
+        inputs |= {"ends": torch.tensor(ends, dtype=torch.int32), "page_table": cache.page_table}
+        key = ("score", columns, tuple((layer, tuple(tap.heads[layer])) for layer in queries))
+        return self._replays(cache.pool, key, inputs, work)[0]
+
+    def _columns(self, pages: int, most: int) -> int:
+        """Pages that scores cover, at least `pages`: where graphs are used, few numbers, so that a graph serves many rounds."""
+        step = max(8, 1 << max(0, pages.bit_length() - 4)) if self._replays.possible else 1
+        return min(most, -(-pages // step) * step)
 
     @torch.inference_mode()
     def select(
@@ -122,11 +139,17 @@ class CudaBackend(TorchBackend):
             target_scores, draft_scores = (
                 F.pad(scores, (0, columns - scores.shape[1]), value=float("-inf")) for scores in (target_scores, draft_scores)
             )
-        indices, counts = select_tokens(
-            target_scores, draft_scores, self._ints(lengths), budget=budget, num_sink_tokens=num_sink_tokens,
-            num_recent_tokens=num_recent_tokens, num_draft_selected=num_draft_selected,
-        )  # fmt: skip
-        return TokenSet(indices, counts)
+
+        def work(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+            return select_tokens(
+                inputs.get("target"), inputs.get("draft"), inputs["lengths"], budget=budget, num_sink_tokens=num_sink_tokens,
+                num_recent_tokens=num_recent_tokens, num_draft_selected=num_draft_selected,
+            )  # fmt: skip
+
+        inputs = {name: x for name, x in (("target", target_scores), ("draft", draft_scores)) if x is not None}
+        inputs["lengths"] = torch.tensor(list(lengths), dtype=torch.int32)
+        key = ("select", budget, num_sink_tokens, num_recent_tokens, num_draft_selected)
+        return TokenSet(*self._replays(self, key, inputs, work))
 
     @torch.inference_mode()
     def extend(self, token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> TokenSet:

@@ -110,3 +110,33 @@ def test_generated_tokens_equal_the_cpu_backends(mode, graphs):
         session = Session(backend, targets[i], None, options, drafts[i])
         answers.append([r.tokens for r in session.batch_generate(prompts, RequestOptions(max_tokens=40))])
     assert answers[0] == answers[1]
+
+
+def test_scores_and_sets_replayed_equal_those_launched():
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.interfaces import Tap
+
+    _, model = make_models(torch.bfloat16)
+    graphs, plain = CudaBackend(torch.device("cuda")), CudaBackend(torch.device("cuda"))
+    plain._replays.enabled = False
+    generator = torch.Generator().manual_seed(2)
+    # Two heads in one layer, one in the other: two launches, the second of which adds.
+    tap = Tap({0: (1,), 2: (0, 5)}, last_row_only=True)
+    quota = {"budget": 64, "num_sink_tokens": 4, "num_recent_tokens": 16, "num_draft_selected": 20}
+    cache = model.new_cache(3, 1500)
+    model.forward(torch.randint(0, 1000, (3, 700), generator=generator).cuda(), [700, 300, 512], cache, logits="none")
+    kept = []
+    for _ in range(6):
+        tokens = torch.randint(0, 1000, (3, 5), generator=generator).cuda()
+        queries = model.forward(tokens, [5, 1, 3], cache, tap=tap, logits="none").queries
+        scores = [b.score(queries, tap, model, cache, cache.lengths) for b in (graphs, plain)]
+        for b, length in enumerate(cache.lengths):
+            assert torch.equal(scores[0][b, :length], scores[1][b, :length])
+            assert bool((scores[0][b, length:] == float("-inf")).all())
+        sets = [b.select(s, s.flip(0), cache.lengths, **quota) for b, s in zip((graphs, plain), scores, strict=True)]
+        assert torch.equal(sets[0].counts, sets[1].counts) and torch.equal(sets[0].indices, sets[1].indices)
+        kept.append((scores, sets))
+    assert sum(map(len, graphs._replays._graphs.values())) == 2 and graphs._replays.seconds > 0
+    # What was returned is the caller's own.
+    assert all(torch.equal(a.indices, b.indices) for _, (a, b) in kept)
+    assert all(torch.equal(a[0, :700], b[0, :700]) for (a, b), _ in kept)
