@@ -101,7 +101,7 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
     """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), or one of `profiles`.
 
     With `/8` all tokens are scored every 8th round, in between a pool of POOL. With `+every4` the rows in flight choose anew at
-    every 4th layer from the 3rd on, with `+every1` at each; with a further `c16` by compact keys of 16 numbers.
+    every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers.
     """
     if "+every" in name:
         first, _, again = name.partition("+every")
@@ -200,7 +200,9 @@ class Way:
     scoring: Scoring
     heads: str
     budget: int
+    sparse_draft: bool = True
     scores: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
 
@@ -224,7 +226,8 @@ def answer(pair: Pair, context: int, per_document: int, ways: list[Way], deadlin
         for way in ways:
             if time.perf_counter() > deadline:
                 break
-            texts, _ = generate(session, prompts, caches, way, ANSWER_TOKENS, pair.chunk)
+            texts, _ = generate(session, prompts, caches, way, ANSWER_TOKENS, pair.chunk, sparse_draft=way.sparse_draft)
+            way.texts += texts
             way.scores += [task.score(text) for (_, task), text in zip(part, texts, strict=True)]
             for cache in caches:
                 cache.rollback([context] * len(part))

@@ -13,7 +13,11 @@ from bench.fidelity_cells import Cell, Way, named_scoring
 from dustin.interfaces import Tap
 from dustin.scoring import Scoring
 
-NEEDLES = ("single", "multikey", "multivalue", "variables")
+# Tracks of questions, by the kinds that count for them.
+ASKED = {
+    "needle": ("single", "multikey", "multivalue"), "tracking": ("variables",), "qa": ("qa",), "words": ("common words",),
+    "tasks": ("single", "multikey", "multivalue", "variables", "qa"),
+}  # fmt: skip
 BUDGETS = (128, 256, 512, 1024, 2048)
 PEERS = ("history", "lookahead", "streaming", "snapkv", "quest", "h2o", "specattn")
 TRACKS = ("tasks", "chat", "text", "acceptance", "further", "drift", "words")
@@ -82,6 +86,8 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
     made += [way("dustin", name, 512) for name in dict.fromkeys([*profiles, "heuristic"]) if name not in (best, "srh")]
     peers = [name for name in PEERS if session.draft is not None or name not in ("lookahead", "specattn")]
     made += [way(name, best, 512) for name in peers if not few or name in ("history", "lookahead", "streaming", "snapkv")]
+    if session.draft is not None and not few:
+        made.append(replace(way("dustin", best, 512), sparse_draft=False))
     return made + [way("dustin", best, budget) for budget in (1024, 2048, 256, 128) if budget // part > 64 and not few]
 
 

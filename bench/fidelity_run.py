@@ -24,7 +24,7 @@ from bench.fidelity_cells import (
     replay_cell,
 )
 from bench.fidelity_documents import TASKS, Document, suffix
-from bench.fidelity_plan import NEEDLES
+from bench.fidelity_plan import ASKED
 
 OUT = rows.RESULTS / "fidelity.jsonl"
 
@@ -103,14 +103,20 @@ class Bench:
         """Questions of all kinds, dense attention first."""
         for way in ways:
             way.scores.clear()
+            way.texts.clear()
         asked = answer(pair, context, self.opts["questions"], ways, until)
         dense = ways[0].scores
+        # What the first sparse way lost, in its own words.
+        for (_, task), texts in zip(asked, zip(ways[0].texts, ways[1].texts, strict=False), strict=False):
+            if task.score(texts[1]) < task.score(texts[0]):
+                said = f"dense {texts[0]!r}, {ways[1].label} {texts[1]!r}"
+                click.echo(f"{context} {task.kind}, expected {', '.join(task.answers)}: {said}", err=True)
         for way in ways:
             # Where time ran out, what was answered by then counts: dense attention answers each batch first.
             count = min(len(way.scores), len(dense))
             if count < len(asked):
                 click.echo(f"out of time: {context} tasks {way.label}: {count} of {len(asked)} questions", err=True)
-            for track, kinds in (("needle", NEEDLES), ("qa", ("qa",)), ("tasks", (*NEEDLES, "qa")), ("words", ("common words",))):
+            for track, kinds in ASKED.items():
                 take = [i for i, (_, task) in enumerate(asked[:count]) if task.kind in kinds]
                 if not take:
                     continue
@@ -124,7 +130,7 @@ class Bench:
                 }
                 self.emit(
                     context=context, track=track, selector=way.selector, heads=way.heads, budget=way.budget, mode=way.mode,
-                    scoring=way.scoring.describe(), **numbers, by_kind=by_kind,
+                    sparse_draft=way.sparse_draft, scoring=way.scoring.describe(), **numbers, by_kind=by_kind,
                     acceptance_length=round(way.stats.acceptance_length, 3),
                 )  # fmt: skip
 

@@ -21,6 +21,7 @@ def _label(row: dict[str, Any]) -> str:
     if row.get("bytes_of_budget"):
         return f"{what}, bytes of {row['bytes_of_budget']}"
     extra = f", top mass {row['top_mass']}" if row.get("top_mass") else ", lag 1" if row.get("lookahead_lag") else ""
+    extra += ", dense draft" if row.get("sparse_draft") is False else ""
     return f"{what}, k={row['budget']}{extra}"
 
 
@@ -104,7 +105,7 @@ def tasks() -> str:
     """Accuracy on planted tasks, as a share of dense attention's on the same questions; first line: dense attention's own."""
     from bench.tables import markdown
 
-    made = [row for row in rows.read(OUT) if row["track"] in ("needle", "qa", "words")]
+    made = [row for row in rows.read(OUT) if row["track"] in ("needle", "tracking", "qa")]
     table: dict[str, dict[Any, str]] = {}
     for row in made:
         key, count = (row["track"], row["context"]), f"({row['questions']})"
@@ -112,7 +113,7 @@ def tasks() -> str:
             table.setdefault("dense attention, share of all points", {})[key] = f"{100 * row['accuracy']:.0f} % {count}"
         else:
             table.setdefault(_label(row), {})[key] = f"{100 * row['accuracy_of_dense']:.0f} % {count}"
-    order = {"needle": 0, "qa": 1, "words": 2}
+    order = {"needle": 0, "tracking": 1, "qa": 2}
     keys = sorted({key for cells in table.values() for key in cells}, key=lambda key: (order[key[0]], key[1]))
     lines = [[label, *(cells.get(key, "") for key in keys)] for label, cells in table.items()]
     return markdown(["answers, % of dense (questions)", *(f"{track} {context}" for track, context in keys)], lines)

@@ -111,8 +111,7 @@ def key_things(rng: random.Random) -> list[str]:
 def common_words(rng: random.Random, size: int, count: int = 3) -> tuple[str, Task]:
     """A numbered list of `size` words in which each of `count` occurs OFTEN times as often as any other; the question asks for
     them. Common words are spread evenly, so a leading part of the list has the same answer."""
-    pool = [a + b for a in _NOUNS for b in ("", "-maker", " box", " keeper")]
-    rng.shuffle(pool)
+    pool = key_words(rng)
     often, rare = pool[:count], pool[count:]
     entries: list[str] = []
     while len(entries) < size:

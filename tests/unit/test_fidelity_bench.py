@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench import fidelity, fidelity_cells, fidelity_documents, fidelity_required, fidelity_tables, selectors
-from bench.fidelity_plan import BUDGETS, NEEDLES, PEERS, TRACKS
+from bench.fidelity_plan import ASKED, BUDGETS, PEERS, TRACKS
 from tests.tiny_model import write
 
 CONTEXTS = ("1600", "3200")
@@ -50,16 +50,16 @@ def made(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[di
 def test_every_track_and_kind_of_question_is_run_at_every_context(made: list[dict[str, Any]]) -> None:
     for context in map(int, CONTEXTS):
         mine = [row for row in made if row["context"] == context]
-        assert {row["track"] for row in mine} >= {"needle", "qa", "tasks", "words", "chat", "text", "layers"}
+        assert {row["track"] for row in mine} >= {*ASKED, "chat", "text", "layers"}
         asked = {kind for row in mine if row["track"] in ("tasks", "words") for kind in row["by_kind"]}
-        assert asked == {*NEEDLES, "qa", "common words"}
+        assert asked == {kind for kinds in ASKED.values() for kind in kinds}
         by_selector = {row["selector"] for row in mine if row["track"] == "tasks"}
         assert by_selector == {"dustin", *PEERS}
         # Short documents have a quarter of the budgets, and none below 64 tokens.
         part = 4 if context <= 2048 else 1
         budgets = {row["budget"] for row in mine if row["track"] == "chat" and row["selector"] == "dustin" and "kl" in row}
         assert budgets >= {b // part for b in BUDGETS if 64 <= b // part < context}
-    assert {row["track"] for row in made} - {"needle", "qa", "layers"} == set(TRACKS) - {"acceptance", "further"}
+    assert {row["track"] for row in made} - {"needle", "tracking", "qa", "layers"} == set(TRACKS) - {"acceptance", "further"}
     assert sum(row.get("what") == "acceptance" for row in made) == 3 * len(CONTEXTS)
 
 
