@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from typing import Any
 
 import click
@@ -94,12 +95,14 @@ def _books(bench: Bench, contexts: list[int], regions: list[int], room: int, tra
     pair = Pair(session, documents, max(contexts), room, opts["prefill_chunk"], opts["at_once"])
     click.echo(f"[{time.perf_counter() - bench.began:.0f}s] {len(documents)} documents of {max(contexts)} tokens read", err=True)
     bench.documents = documents
+    tokens = opts["drift_tokens"] if "drift" in tracks else 0
+    # Long answers at the longest context of up to 8k that has room for them.
+    roomy = [c for c in contexts if c <= 8192 and c + tokens + 200 < max(contexts) + room]
     for context, until in shares(contexts, time.perf_counter(), end - time.perf_counter()):
         _one_context(bench, pair, context, until, [name for name in tracks if name in WEIGHTS])
-    shortest, tokens = min(contexts), opts["drift_tokens"]
-    if "drift" in tracks and tokens and shortest + tokens + 200 < max(contexts) + room:
-        heads, budget = best_heads(bench.profiles), min(1024, shortest // 4)
-        bench.guarded("drift", lambda: bench.drift(pair, shortest, heads, budget, tokens, end + 15))
+        if tokens and roomy and context == max(roomy):
+            budget = min(1024, context // 4)
+            bench.guarded("drift", partial(bench.drift, pair, context, best_heads(bench.profiles), budget, tokens, until + 25))
 
 
 def _lists(bench: Bench, contexts: list[int], room: int) -> None:
