@@ -175,3 +175,23 @@ def acceptance() -> str:
     contexts = sorted({row["context"] for row in made})
     lines = [[label, *(cells.get(c, "") for c in contexts)] for label, cells in by.items()]
     return markdown(["tokens a round", *(str(c) for c in contexts)], lines)
+
+
+def both_sides() -> str:
+    """Speed over plain decoding with a dense and with a sparse draft: rows of decode.jsonl of one commit and number of drafts."""
+    from bench.tables import markdown
+
+    wanted = ("dense", "sparse, dense draft", "sparse, sparse draft")
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows.read(rows.RESULTS / "decode.jsonl"):
+        if row["mode"] in wanted and row.get("acceptance_length"):
+            key = (row["model"], row["context"], row["batch"], row["num_draft_tokens"], row["commit"])
+            found.setdefault(key, {})[row["mode"]] = row
+    lines = []
+    for (model, context, batch, drafts, _), modes in sorted(found.items(), key=lambda item: str(item[0][0]) + f"{item[0][2]:4}"):
+        if all(mode in modes for mode in wanted):
+            cells = [f"{modes[mode]['ratio']:.2f}x" for mode in wanted]
+            lines.append([model, f"{context} x {batch}", str(drafts), *cells])
+    head = ["model", "context x batch", "drafts", "dense speculation", "sparse, dense draft", "both sides sparse"]
+    note = "Times plain decoding's tokens a second; random weights, acceptance drawn alike for all three (`decode.jsonl`)."
+    return markdown(head, lines) + "\n\n" + note

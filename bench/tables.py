@@ -177,6 +177,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity_kinds": fidelity_tables.kinds,
     "fidelity_drift": fidelity_tables.drift,
     "fidelity_acceptance": fidelity_tables.acceptance,
+    "fidelity_both_sides": fidelity_tables.both_sides,
 }
 
 
