@@ -151,8 +151,11 @@ def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConf
     block_n = 32 if head_dim > 128 else 64
     if rows <= 64:
         return AttentionConfig(power_of_two(rows, 16), block_n, 4, 3, waves=2.0)
+    if head_dim == 128 and rows <= 128:
+        # One tile reads every key once. As many programs as processors, so that none runs alone in a second wave.
+        return AttentionConfig(128, block_n, 8, 3, waves=1.0, described=True)
     # Two programs of 64 rows a processor overlap one's products with the other's softmax: faster than one of 128 rows.
-    return AttentionConfig(64, block_n, 8 if head_dim > 128 else 4, 3, waves=4.0)
+    return AttentionConfig(64, block_n, 8 if head_dim > 128 else 4, 3, waves=4.0, described=head_dim == 128)
 
 
 def described(config: AttentionConfig, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[object, object] | None:
