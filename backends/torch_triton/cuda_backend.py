@@ -20,6 +20,7 @@ from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.backends.torch_triton.cuda_replay import Inputs, Replays
+from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.interfaces import Tap, TokenSet, Verdict
 from dustin.triton_kernels import accept
 from dustin.triton_kernels.argmax_rows import argmax_rows
@@ -62,7 +63,7 @@ class CudaBackend(TorchBackend):
 
     def _ints(self, values: Sequence[int]) -> torch.Tensor:
         """[B] int32 on the device, without waiting for it."""
-        return torch.tensor(list(values), dtype=torch.int32).to(self._device, non_blocking=True)
+        return on_device(list(values), torch.int32, self._device)
 
     @torch.inference_mode()
     def score(  # type: ignore[override]
@@ -106,7 +107,7 @@ class CudaBackend(TorchBackend):
             return (scores,)
 
         inputs = {str(layer): q for layer, q in queries.items()}
-        inputs |= {"ends": torch.tensor(ends, dtype=torch.int32), "page_table": cache.page_table}
+        inputs |= {"ends": host_values(ends, torch.int32, self._device), "page_table": cache.page_table}
         key = ("score", columns, tuple((layer, tuple(tap.heads[layer])) for layer in queries))
         return self._replays(cache.pool, key, inputs, work)[0]
 
@@ -147,7 +148,7 @@ class CudaBackend(TorchBackend):
             )  # fmt: skip
 
         inputs = {name: x for name, x in (("target", target_scores), ("draft", draft_scores)) if x is not None}
-        inputs["lengths"] = torch.tensor(list(lengths), dtype=torch.int32)
+        inputs["lengths"] = host_values(list(lengths), torch.int32, self._device)
         key = ("select", budget, num_sink_tokens, num_recent_tokens, num_draft_selected)
         return TokenSet(*self._replays(self, key, inputs, work))
 
@@ -193,7 +194,7 @@ class CudaBackend(TorchBackend):
         check_lengths("num_drafts", num_drafts, [0] * batch, [width] * batch)
         padded = [[*row, *[0.0] * width][:width] for row in accept_uniforms]
         values = (padded, list(next_uniforms))
-        uniforms, final = (torch.tensor(v, dtype=torch.float64).to(self._device, non_blocking=True) for v in values)
+        uniforms, final = (on_device(v, torch.float64, self._device) for v in values)
         counts = self._ints(num_drafts)
         p = target_probabilities.contiguous()
         kept, tokens = accept.accept_sampled(drafts, counts, None if q is None else q.contiguous(), p, uniforms, final)

@@ -13,6 +13,7 @@ from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, Slots, make_slots
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_graphs import Captured
+from dustin.backends.torch_triton.ops import host_values
 from dustin.interfaces import TokenSet
 
 # Rows that may join a set between its choice and the draft, rounded up to this: one graph serves the usual rounds.
@@ -92,7 +93,8 @@ class DraftChain:
     ) -> None:  # fmt: skip
         static.tokens.copy_(tokens)
         starts = list(set_lengths) if token_set is not None else [0] * len(counts)
-        static.control.copy_(torch.tensor([list(lengths), list(counts), starts], dtype=torch.int32), non_blocking=True)
+        control = host_values([list(lengths), list(counts), starts], torch.int32, static.control.device)
+        static.control.copy_(control, non_blocking=True)
         if static.table_of is None or static.table_of() is not cache:
             static.page_table.copy_(cache.page_table)
             static.table_of = weakref.ref(cache)

@@ -20,6 +20,7 @@ from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, mak
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.model import Peers
+from dustin.backends.torch_triton.ops import host_values
 from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet
@@ -267,7 +268,8 @@ class _Call:
 
     def _fill(self, static: _Static, tokens: torch.Tensor, lengths: Sequence[int], counts: Sequence[int]) -> None:
         static.inputs.tokens.copy_(tokens)
-        static.control.copy_(torch.tensor([list(lengths), list(counts)], dtype=torch.int32), non_blocking=True)
+        control = host_values([list(lengths), list(counts)], torch.int32, static.control.device)
+        static.control.copy_(control, non_blocking=True)
         if static.table_of is None or static.table_of() is not self._cache:
             static.inputs.page_table.copy_(self._cache.page_table)
             static.table_of = weakref.ref(self._cache)

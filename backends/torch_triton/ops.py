@@ -85,9 +85,19 @@ def _best(scores: torch.Tensor | None, candidates: torch.Tensor, count: int) -> 
     return top_mask(ranked.masked_fill(~candidates, float("-inf")), count) & candidates
 
 
+def host_values(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values on the host, from where a copy to `device` with non_blocking=True waits for nothing.
+
+    On a GPU that takes pinned memory: copies from other memory may wait for the stream. torch gives a pinned block to nobody
+    else before the copies from it have ended, so the tensor may be dropped at once.
+    """
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory() if device.type == "cuda" and host.numel() else host
+
+
 def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host values on a device, without waiting for what runs there: torch.tensor(device=...) waits for all of it."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return host_values(values, dtype, device).to(device, non_blocking=True)
 
 
 def select(
@@ -110,13 +120,13 @@ def select(
     rest = budget - num_sink_tokens - num_recent_tokens
     by_draft = 0 if draft_scores is None else rest if target_scores is None else min(num_draft_selected, rest)
     at = torch.arange(max(lengths), device=device)[None]
-    end = torch.tensor(list(lengths), device=device)[:, None]
+    end = on_device(list(lengths), torch.long, device)[:, None]
     inside = at < end
     chosen = inside & ((at < num_sink_tokens) | (at >= end - num_recent_tokens) | (end <= budget))
     for scores, count in ((draft_scores, by_draft), (target_scores, rest - by_draft)):
         chosen |= _best(scores, inside & ~chosen, count)
     counts = [min(length, budget) for length in lengths]
-    return TokenSet(_indices(chosen, max(counts)), torch.tensor(counts, dtype=torch.int32, device=device))
+    return TokenSet(_indices(chosen, max(counts)), on_device(counts, torch.int32, device))
 
 
 def _indices(chosen: torch.Tensor, width: int) -> torch.Tensor:
@@ -187,14 +197,14 @@ def extend(token_set: TokenSet, starts: Sequence[int], stops: Sequence[int]) -> 
         raise ValueError(f"{len(starts)} starts and {len(stops)} stops, expected {len(token_set.indices)} of each")
     # indices [B, k]: the kept ones are a prefix because they ascend.
     device = token_set.indices.device
-    start, stop = (torch.tensor(list(x), device=device)[:, None] for x in (starts, stops))
+    start, stop = (on_device(list(x), torch.long, device)[:, None] for x in (starts, stops))
     at = torch.arange(token_set.indices.shape[1], device=device)[None]
     kept = ((at < token_set.counts[:, None]) & (token_set.indices < torch.minimum(start, stop))).sum(1, keepdim=True)
     grown = [max(0, b - a) for a, b in zip(starts, stops, strict=True)]
     at = torch.arange(token_set.indices.shape[1] + max(grown), device=device)[None]
     old = torch.nn.functional.pad(token_set.indices, (0, max(grown)))
     indices = torch.where(at < kept, old, (start + at - kept).to(torch.int32)).to(torch.int32)
-    counts = (kept[:, 0] + torch.tensor(grown, device=device)).to(torch.int32)
+    counts = (kept[:, 0] + on_device(grown, torch.long, device)).to(torch.int32)
     by_layer = {layer: extend(part, starts, stops) for layer, part in token_set.by_layer.items()}
     return TokenSet(indices, counts, token_set.dense_layers, by_layer)
 

@@ -28,6 +28,7 @@ from dustin.backends.common.mirror import (
 )
 from dustin.backends.torch_triton import loading
 from dustin.backends.torch_triton.config import ModelConfig
+from dustin.backends.torch_triton.ops import on_device
 from dustin.backends.torch_triton.ranks import Ranks
 from dustin.backends.torch_triton.sharding import Shard
 from dustin.backends.torch_triton.weights import Weights, build
@@ -161,7 +162,7 @@ def partial_scores(
         outside = torch.ones(len(lengths), columns + 1, dtype=torch.bool, device=summed.device).scatter_(1, at, False)[:, :columns]
     else:
         at = torch.arange(columns, device=summed.device)[None]
-        outside = at >= torch.tensor(lengths, device=summed.device)[:, None]
+        outside = at >= on_device(list(lengths), torch.long, summed.device)[:, None]
     return summed.masked_fill(outside, float("-inf"))
 
 

@@ -65,7 +65,7 @@ def page_scores(
     device = places.device
     pages = -(-width // page_size)
     padded = torch.nn.functional.pad(places, (0, pages * page_size - width))
-    ends = torch.tensor(list(lengths), device=device)
+    ends = on_device(list(lengths), torch.long, device)
     at = torch.arange(pages * page_size, device=device)
     inside = at[None] < ends[:, None]
     share = torch.zeros(batch, pages, device=device)
@@ -141,7 +141,7 @@ def keep_mass(
         raise ValueError(f"mass is {mass}, expected 0 to 1")
     indices, counts = token_set.indices, token_set.counts
     width, device = indices.shape[1], indices.device
-    ends = torch.tensor(list(lengths), device=device)[:, None]
+    ends = on_device(list(lengths), torch.long, device)[:, None]
     valid = torch.arange(width, device=device)[None] < counts[:, None]
     values = mass_at(scores, indices, valid).double()
     protected = valid & ((indices < num_sink_tokens) | (indices >= ends - num_recent_tokens))
