@@ -64,7 +64,7 @@ class SetMemory:
     # Choosing.
 
     def select(self, context: SelectionContext, drafts: Drafts, taking: set[int]) -> TokenSet | None:
-        """The set of this round. `context` has no queries of the target yet, and the draft's of this round as lookahead."""
+        """The set of this round. `context` comes without queries: history is what was learned, lookahead what the drafts bring."""
         lookahead = drafts.queries
         if self.options.lookahead_lag == 1:
             # The set must not depend on drafts it will judge (exact sampling): use the previous round's.
@@ -118,6 +118,6 @@ class SetMemory:
         return self.backend.replace_rows(old, new, [row.row in taking for row in self.rows])
 
     def _repeated(self, queries: Queries) -> Queries:
-        """It repeats where the selector wants several rows."""
+        """A single row a sequence, repeated where the selector wants several."""
         rows = self.selector.history_rows
         return queries if rows == 1 else self.backend.gather_rows(queries, [0] * len(self.rows), rows)
