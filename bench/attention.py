@@ -258,7 +258,7 @@ def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict[Any, A
     dense_total = base["best"][0] * case.shape.layers
     row_bytes = 4 * case.shape.row_elements
     group = case.shape.heads // case.shape.kv_heads
-    shipped = sparse.choose_config(TOKENS * group, case.shape.dim, DTYPE)
+    shipped = sparse.choose_config(TOKENS * group, case.shape.dim, DTYPE, sparse.one_wave(run.q[0], case.shape.kv_heads))
     return {
         "bench": "attention",
         "card": torch.cuda.get_device_name() if not INTERPRETED else "interpreter",

@@ -161,21 +161,29 @@ def sparse_verify_kernel(
     )  # fmt: skip
 
 
-def choose_config(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
-    """The measured configuration for `rows` = T * Hq/Hkv packed query rows."""
+def choose_config(rows: int, head_dim: int, dtype: torch.dtype, splits: int = 1) -> AttentionConfig:
+    """The measured configuration for `rows` = T * Hq/Hkv packed query rows and `splits` programs a sequence and kv head."""
     if dtype == torch.float32:
         return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=2.0, max_splits=8, ahead=False)
     block_m = min(power_of_two(rows, 16), 64 if head_dim > 128 else 128)
     if block_m > 64 or head_dim > 128:
         return AttentionConfig(block_m, 32, 8 if block_m > 64 else 4, 5, fused_splits=2, max_splits=16, ahead=False)
+    if splits == 2 and head_dim == 128:
+        # Two programs do not fit one processor: the next layer's start as these end, so no processor ever gets two at once.
+        return AttentionConfig(block_m, 64, 4, 4, waves=1.0, fused_splits=2, max_splits=16)
     return AttentionConfig(block_m, 64, 4, 3, waves=1.0, fused_splits=2, max_splits=16, trigger=3)
+
+
+def one_wave(q: torch.Tensor, num_kv_heads: int) -> int:
+    """Programs a sequence and kv head of q [B, T, Hq, D] that the processors hold at once."""
+    return max(1, num_multiprocessors(q.device) // (q.shape[0] * num_kv_heads))
 
 
 def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:
     """The launch plan for q [B, T, Hq, D] over at most `max_keys` entries; it sizes an AttentionWorkspace."""
     batch, tokens, heads, dim = q.shape
     rows = tokens * (heads // num_kv_heads)
-    config = config or choose_config(rows, dim, q.dtype)
+    config = config or choose_config(rows, dim, q.dtype, one_wave(q, num_kv_heads))
     return plan_attention(config, batch, num_kv_heads, rows, max_keys, q.device)
 
 
@@ -227,12 +235,16 @@ def sparse_verify(
     check_tensor("slots", slots, (batch, max_entries), (torch.int32,), q)
     check_counts(batch, q, slot_counts=slot_counts)
     group = num_heads // num_kv_heads
-    config = config or choose_config(tokens * group, dim, q.dtype)
+    config = config or choose_config(tokens * group, dim, q.dtype, one_wave(q, num_kv_heads))
     launch = plan(q, num_kv_heads, max_entries, config)
     out, workspace = scratch_for(q, launch, out, workspace)
     scale = resolve_scale(scale, dim)
     options = launch_options(config, not INTERPRETED)
     dependent = "launch_pdl" in options
+    if not settled:
+        # Beside programs of the launch before the device would place two of these on some processors, and every later layer of
+        # a round would find the places as its predecessor left them: up to 1.15 times as long. So that launch ends first.
+        options.pop("launch_pdl", None)
     parts = config.value_parts
     block_d = power_of_two(dim, 16)
     if parts > 1 and (block_d // parts < 16 or (launch.splits > 1 and not launch.fused)):
