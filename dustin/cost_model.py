@@ -189,7 +189,7 @@ class Forecast:
     warm_up: float = 0.0
 
     def seconds(self, kind: str, size: int) -> float | None:
-        """`plain`, `dense` and `sparse BUDGET` by drafts, `check` by block; None for what the file knows nothing of."""
+        """`plain`, `dense`, `sparse BUDGET` and `last` by drafts, `check` by block; None for what the file does not know."""
         raw = self._raw(kind, size)
         return None if raw is None else self.corrections.apply(kind.partition(" ")[0], raw)
 
@@ -210,6 +210,8 @@ class Forecast:
         if name == "sparse":
             verify = parts.sparse_ms(size, int(budget), "none")
             return 1e-3 * (target * verify + draft * (parts.sparse_ms(size, int(budget), self.drafter) - verify))
+        if name == "last":
+            return 1e-3 * draft * parts.draft(size) if self.drafter == "draft" and size else 0.0
         return 1e-3 * target * parts.check_ms(size) if name == "check" else None
 
 

@@ -11,6 +11,8 @@ from dustin.cost_model import CardCosts, Forecast
 
 # Old evidence fades to 1/e within so many rounds, and checked tokens: long enough to tell plans apart, short beside a text.
 _MEMORY_ROUNDS, _MEMORY_TOKENS = 40.0, 250.0
+# Rates are rounded to this where a table is kept for them.
+_SHARE_STEP = 0.04
 # What a position without evidence is taken to accept, and with how many observations' weight.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 # Agreement of the sparse target with the dense one, a token: the real pair measured 0.9 to 0.99, so one bad check says little.
@@ -52,13 +54,29 @@ class Acceptance:
 
     def tokens(self, drafts: int, doubt: float = 0.0) -> float:
         """Expected tokens of a round with so many drafts: the kept ones and one of the target's own."""
-        total, alive = 1.0, 1.0
+        return self.tokens_by_drafts(drafts, doubt)[drafts]
+
+    def tokens_by_drafts(self, most: int, doubt: float = 0.0) -> list[float]:
+        """Expected tokens of a round with 0, 1, .. `most` drafts."""
+        made, alive = [1.0], 1.0
         # Positions share what they know, so the error is that of all observations together.
         seen = sum(self._tested.values()) + _PRIOR_WEIGHT
-        for rate in self.rates(drafts):
+        for rate in self.rates(most):
             alive *= min(1.0, rate + doubt * math.sqrt(rate * (1 - rate) / seen)) if doubt else rate
-            total += alive
-        return total
+            made.append(made[-1] + alive)
+        return made
+
+    def shares(self, drafts: int) -> tuple[float, ...]:
+        """P(0, 1, .. `drafts` are kept), from the first position's rate and the mean of the others', rounded: what is worked
+        out from them is kept for the next time."""
+        rates = self.rates(drafts)
+        later = sum(rates[1:]) / max(1, drafts - 1)
+        rounded = [round(rate / _SHARE_STEP) * _SHARE_STEP for rate in (*rates[:1], *[later] * (drafts - 1))]
+        chances, alive = [], 1.0
+        for rate in rounded:
+            chances.append(alive * (1 - rate))
+            alive *= rate
+        return (*chances, alive)
 
     def faded(self, weight: float) -> Acceptance:
         """A copy in which no position has more than `weight` observations."""
@@ -79,13 +97,17 @@ class Clock:
     def __init__(self) -> None:
         self._first: dict[int, float] = {}
         self._seen: dict[int, deque[float]] = {}
+        self._mean: dict[int, float] = {}
 
     def observe(self, size: int, seconds: float) -> None:
         """One measurement."""
         if size not in self._first:
             self._first[size] = seconds
-        else:
-            self._seen.setdefault(size, deque(maxlen=9)).append(seconds)
+            return
+        self._seen.setdefault(size, deque(maxlen=9)).append(seconds)
+        times = sorted(self._seen[size])
+        usual = [t for t in times if t <= 3 * times[len(times) // 2]]
+        self._mean[size] = sum(usual) / len(usual)
 
     def count(self, size: int) -> int:
         """How often a size was measured (up to ten), the first time included."""
@@ -108,9 +130,11 @@ class Clock:
 
     def measured(self, size: int) -> float:
         """Mean seconds without outliers (what lies above three medians: a capture, a pause of the machine)."""
-        times = sorted(self._seen[size])
-        usual = [t for t in times if t <= 3 * times[len(times) // 2]]
-        return sum(usual) / len(usual)
+        return self._mean[size]
+
+    def has(self, size: int) -> bool:
+        """Whether this size was measured twice or more."""
+        return size in self._mean
 
     def seconds(self, size: int, zero: float) -> float | None:
         """Measured, or on the line through the nearest measured sizes; `zero` is what size 0 takes. None without any."""
@@ -145,11 +169,11 @@ class Costs:
         """One measurement; where model or neighbour has the same, it tells how they compare."""
         clock = self.clocks[kind]
         clock.observe(size, seconds)
-        if size not in clock.sizes:
+        if not clock.has(size):
             return
         if self._forecast is not None:
             self._forecast.observe(kind, size, clock.measured(size))
-        elif self._base is not None and size in self._base.clocks[kind].sizes:
+        elif self._base is not None and self._base.clocks[kind].has(size):
             ratio = clock.measured(size) / self._base.clocks[kind].measured(size)
             self._ratio += 0.3 * (ratio - self._ratio)
 
@@ -169,9 +193,15 @@ class Costs:
         """Whether it ran, here or at the neighbouring size."""
         return self.clocks[kind].count(size) > 0 or (self._base is not None and self._base.tried(kind, size))
 
+    def foreseen(self, kind: str, size: int) -> float | None:
+        """What the card's cost model says of a size that was not timed here."""
+        if self._forecast is None or self.clocks[kind].has(size):
+            return None
+        return self._forecast.seconds(kind, size)
+
     def timed(self, kind: str, size: int) -> bool:
         """Whether it was timed apart from its first run, here or at the neighbouring size."""
-        return size in self.clocks[kind].sizes or (self._base is not None and self._base.timed(kind, size))
+        return self.clocks[kind].has(size) or (self._base is not None and self._base.timed(kind, size))
 
     def count(self, kind: str, size: int) -> int:
         """Measurements of this size, or of the neighbour's; what the card's cost model knows counts as measured."""
@@ -182,11 +212,10 @@ class Costs:
     def seconds(self, kind: str, size: int, zero: float = 0.0) -> float | None:
         """Best estimate: measured here, the cost model's, measured next door, on a line; None without any."""
         here = self.clocks[kind]
-        if size not in here.sizes and self._forecast is not None:
-            foreseen = self._forecast.seconds(kind, size)
-            if foreseen is not None:
-                return foreseen
-        if size in here.sizes or self._base is None:
+        foreseen = self.foreseen(kind, size)
+        if foreseen is not None:
+            return foreseen
+        if here.has(size) or self._base is None:
             return here.seconds(size, zero)
         there = self._base.seconds(kind, size, zero / self._ratio)
         return here.seconds(size, zero) if there is None else there * self._ratio
