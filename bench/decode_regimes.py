@@ -114,7 +114,7 @@ def _timed(function: Callable[[], Any]) -> float:
     from bench.decode import gpu_ms
 
     took = gpu_ms(function, 1)
-    return took if took > 20 else gpu_ms(function, 5)
+    return took if took > 20 else gpu_ms(function, 3)
 
 
 def _verify(state: Rounds, tokens: torch.Tensor) -> object:

@@ -6,6 +6,7 @@ the rows of all modes can be made anew for another acceptance, and the costs tha
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any
 import click
 
 from bench import decode_acceptance, rows
-from bench.decode_acceptance import Acceptance, rounds_until
+from bench.decode_acceptance import Acceptance
+from dustin.blocks import block_course, block_tokens
 from dustin.cost_model import SHIPPED, VERSION, CardCosts, Cell, PairCosts, Parts, read_pairs
 from dustin.interfaces import ModelSpec
 from dustin.planning import AutoPlanner
@@ -36,15 +38,7 @@ def parts_of(ms: Times, budget: int) -> Parts:
     return PairCosts({}, {}, budget, WIDE_BUDGET, (Cell(0, 0, ms),)).parts(0, 0)
 
 
-def exact_tokens(acceptance: Acceptance, drafts: int, block: int) -> float:
-    """Expected tokens of a checked block: provisional ones, where all are kept the drafts that end it too, and one more."""
-    provisional = block - drafts
-    agreed = acceptance.shares_of("check", provisional)
-    kept = sum(n * share for n, share in enumerate(agreed))
-    return 1 + kept + agreed[-1] * (acceptance.expected("dense", drafts) - 1)
-
-
-def plans(acceptance: Acceptance, parts: Parts, ms: Times, budget: int) -> list[dict[str, Any]]:
+def plans(acceptance: Acceptance, parts: Parts, ms: Times, budget: int, batch: int) -> list[dict[str, Any]]:
     """Every setting of every mode: tokens and milliseconds of a round (exact: of a checked block; rectified: of an interval)."""
     a = acceptance
     found: list[dict[str, Any]] = [{"mode": "ar", "tokens": 1.0, "ms": parts.check(1)}]
@@ -62,16 +56,25 @@ def plans(acceptance: Acceptance, parts: Parts, ms: Times, budget: int) -> list[
             total = rounds * took + pass_ms * rounds * tokens / int(count)
             found.append({"mode": "rectified", "tokens": rounds * tokens, "ms": total, "num_draft_tokens": gamma,
                           "rectify_interval": RECTIFY_INTERVAL})  # fmt: skip
-        for block in range(gamma + 1, min(MOST_BLOCK, gamma + a.most("check")) + 1):
-            found.append(exact_plan(a, parts, gamma, block, budget))
+        for block in range(gamma + 1, MOST_BLOCK + 1):
+            found.append(exact_plan(a, parts, gamma, block, budget, batch))
     return found
 
 
-def exact_plan(acceptance: Acceptance, parts: Parts, drafts: int, block: int, budget: int) -> dict[str, Any]:
-    """Mode exact: rounds until half of the rows have their provisional tokens, the drafts that end the block, the dense check."""
-    rounds = rounds_until(block - drafts, acceptance.shares_of("sparse", drafts))
+def exact_plan(acceptance: Acceptance, parts: Parts, drafts: int, block: int, budget: int, batch: int) -> dict[str, Any]:
+    """Mode exact: sparse rounds as the engine runs them, the drafts that end the block, the dense check."""
+    rounds, course = block_course(tuple(acceptance.shares_of("sparse", drafts)), max(1, block - drafts), block, batch)
+    most = min(block, acceptance.most("check"))
+    shares = acceptance.shares_of("check", most)
+    agreed = [1.0]
+    for n in range(most):
+        agreed.append(max(0.0, agreed[-1] - shares[n]))
+    # Beyond what was measured the agreement goes on falling as it did on average.
+    agreed += [agreed[most] ** ((most + n) / most) for n in range(1, block - most + 1)]
+    kept = list(itertools.accumulate([0.0, *agreed[1:]]))
+    drafted = [acceptance.expected("dense", n) - 1 for n in range(drafts + 1)]
     total = rounds * parts.sparse_ms(drafts, budget) + (parts.draft(drafts) if drafts else 0.0) + parts.check_ms(block)
-    tokens = exact_tokens(acceptance, drafts, block)
+    tokens = block_tokens(course, block, agreed, kept, drafted)
     return {"mode": "exact", "tokens": tokens, "ms": total, "num_draft_tokens": drafts, "exact_block": block}
 
 
@@ -80,15 +83,15 @@ def speed(plan: dict[str, Any]) -> float:
     return float(plan["tokens"] / plan["ms"])
 
 
-def best_settings(acceptance: Acceptance, ms: Times, budget: int) -> dict[str, dict[str, Any]]:
+def best_settings(acceptance: Acceptance, ms: Times, budget: int, batch: int) -> dict[str, dict[str, Any]]:
     """Mode -> its fastest setting."""
-    every = plans(acceptance, parts_of(ms, budget), ms, budget)
+    every = plans(acceptance, parts_of(ms, budget), ms, budget, batch)
     return {mode: max((p for p in every if p["mode"] == mode), key=speed) for mode in dict.fromkeys(p["mode"] for p in every)}
 
 
 def mode_rows(acceptance: Acceptance, ms: Times, budget: int, batch: int) -> list[dict[str, Any]]:
     """What the rows of a cell's modes have of their own, `ar` first."""
-    found = best_settings(acceptance, ms, budget)
+    found = best_settings(acceptance, ms, budget, batch)
     winner, lossless = (
         max((mode for mode in found if mode in among), key=lambda mode: speed(found[mode])) for among in (MODES, LOSSLESS)
     )
@@ -159,7 +162,7 @@ def auto_choice(pair: PairCosts, acceptance: Acceptance, cell: dict[str, Any], o
     elif plan.mode == "dense":
         made = {"mode": "dense", "tokens": acceptance.expected("dense", drafts), "ms": parts.dense_ms(drafts)}
     else:
-        made = exact_plan(acceptance, parts, drafts, plan.exact_block, plan.budget)
+        made = exact_plan(acceptance, parts, drafts, plan.exact_block, plan.budget, batch)
     return made | {"plan": str(plan)}
 
 

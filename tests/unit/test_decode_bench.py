@@ -51,7 +51,7 @@ def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
         }  # fmt: skip
 
     replayed = acceptance.geometric()
-    cheap = best_settings(replayed, parts(0.1, 0.2), 512)
+    cheap = best_settings(replayed, parts(0.1, 0.2), 512, 4)
     assert cheap["ar"] == {"mode": "ar", "tokens": 1.0, "ms": 10.0}
     assert cheap["dense"]["draft"] == "sparse"
 
@@ -60,9 +60,9 @@ def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
 
     assert speed(cheap, "sparse") > speed(cheap, "rectified") > speed(cheap, "exact")
     # A slow dense pass costs the rectified mode alone.
-    slow = best_settings(replayed, parts(0.1, 0.2, rectify=1000.0), 512)
+    slow = best_settings(replayed, parts(0.1, 0.2, rectify=1000.0), 512, 4)
     assert speed(slow, "rectified") < speed(cheap, "rectified") and slow["sparse"] == cheap["sparse"]
     # A costly choice of the set: the draft reads everything instead, and drafts less.
-    dear = best_settings(replayed, parts(0.1, 50.0), 512)
+    dear = best_settings(replayed, parts(0.1, 50.0), 512, 4)
     assert dear["dense"]["draft"] == "dense"
     assert dear["dense"]["num_draft_tokens"] < cheap["dense"]["num_draft_tokens"]
