@@ -351,8 +351,8 @@ def load(
 
     require("options", options, options is None or isinstance(options, EngineOptions), "EngineOptions(...)")
     engine = registry.create(backend, device)
-    source = models.resolve(model or models.DEFAULT)
-    draft_source = models.resolve(draft_model) if draft_model else None
+    source = models.resolve(models.DEFAULT if model is None else model)
+    draft_source = models.resolve(draft_model) if draft_model is not None else None
     tokenizer = Tokenizer.load(source)
     if draft_source is not None:
         check_compatible(tokenizer, Tokenizer.load(draft_source))

@@ -99,6 +99,9 @@ def resolve(name: str | Path) -> Path:
     from dustin import fetch
 
     text = str(name)
+    if not text.strip():
+        # As `-m "$MODEL"` gives it where MODEL is not set: not the default model, then.
+        raise ModelError("the model's name is empty: give a folder, a .gguf file, a hub id or a known name, or leave the option out")
     path = user_path(text)
     if path.exists():
         return _local(path)

@@ -82,10 +82,15 @@ def test_models_and_bench(model: Path, environment: dict[str, str]) -> None:
         ("nothing", ["unknown model 'nothing'"]),
         ("owner/name", ["cannot fetch owner/name", "HF_HUB_OFFLINE"]),
         ("./missing.gguf", ["no such file"]),
+        ("", ["the model's name is empty"]),
     ],
 )
 def test_unknown_model(environment: dict[str, str], name: str, words: list[str]) -> None:
     fails(dustin(environment, "generate", "-m", name, "hi", apart=True), 1, *words)
+
+
+def test_an_empty_draft_is_no_draft_by_accident(environment: dict[str, str], model: Path) -> None:
+    fails(dustin(environment, "generate", "-m", model, "--draft-model", "", "hi"), 1, "the model's name is empty")
 
 
 def test_hub_unreachable(environment: dict[str, str]) -> None:
