@@ -101,7 +101,7 @@ def resolve(name: str | Path) -> Path:
     text = str(name)
     if not text.strip():
         # As `-m "$MODEL"` gives it where MODEL is not set: not the default model, then.
-        raise ModelError("the model's name is empty: give a folder, a .gguf file, a hub id or a known name, or leave the option out")
+        raise ModelError("the model's name is empty: give a folder, a .gguf file, a hub id or a known name, or leave it out")
     path = user_path(text)
     if path.exists():
         return _local(path)
