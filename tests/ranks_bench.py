@@ -13,7 +13,7 @@ from dustin.backends.torch_triton.cuda_random import qwen2_config
 from dustin.backends.torch_triton.ranks import Ranks
 
 TINY = qwen2_config(256, 64, 3, 16, 8, 1040, context_length=512)
-TINY_DRAFT = qwen2_config(224, 64, 3, 14, 2, 1032, context_length=512, tied_embeddings=True)
+TINY_DRAFT = qwen2_config(448, 64, 3, 14, 2, 1032, context_length=512, tied_embeddings=True)
 
 
 class Eager:
