@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from bench import rows
@@ -14,28 +15,50 @@ def _ratio(row: dict[str, Any], name: str) -> str:
 
 def serve() -> str:
     """Servers on the same machine: one client, several clients."""
-    made = rows.read(rows.RESULTS / "serve.jsonl")
+    return _runs(rows.RESULTS / "serve.jsonl")
+
+
+def serve_cuda() -> str:
+    """The same on a GPU, with a real pair."""
+    return _runs(rows.RESULTS / "serve_cuda.jsonl")
+
+
+def _runs(path: Path) -> str:
+    """A table for each command that made rows of the file."""
+    made = rows.read(path)
+    commands = dict.fromkeys(row["command"] for row in made)
+    return "\n\n".join(_run([row for row in made if row["command"] == command]) for command in commands)
+
+
+def _run(made: list[dict[str, Any]]) -> str:
+    against = [name for name in ("transformers", "dustin ar") if any(f"ratio_to_{_key(name)}" in row for row in made)][:1]
     lines = [
         [
             f"`{row['side']}`, {row['clients']} client{'s' * (row['clients'] > 1)}",
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}x",
-            _ratio(row, "ratio_to_transformers"),
+            *(_ratio(row, f"ratio_to_{_key(name)}") for name in against),
             f"{row['ttft_ms_median']:.0f} ms",
             f"{row['gap_ms_worst']:.0f} ms",
         ]
         for row in made
     ]
-    header = ["server", "tok/s", "against one by one", "against transformers", "first token, median", "longest gap"]
+    header = ["server", "tok/s", "against one by one", *(f"against {name.removeprefix('dustin ')}" for name in against)]
+    header += ["first token, median", "longest gap"]
     first = made[0]
     extra = f" {first['note']}" if first["note"] else ""
+    draft = f" with {first['draft']} as draft" if first.get("draft") else ""
+    shared = f", {first['per_passage']} about each passage" if first.get("per_passage", 1) > 1 else ""
+    where = first["device"] if first.get("device", "cpu") != "cpu" else f"{first['processor']}, {first['threads']} threads"
     note = (
-        f"{first['requests']} chats of about {first['context']} prompt tokens and up to {first['max_tokens']} new ones, greedy, "
-        f"{first['model']}, {first['dtype']}, {first['processor']}, {first['threads']} threads; "
-        f"`{first['command'].split(' --note')[0]}` at "
-        f"{first['commit']}.{extra}"
+        f"{first['requests']} chats of about {first['context']} prompt tokens{shared} and up to {first['max_tokens']} new ones, "
+        f"greedy, {first['model']}{draft}, {first['dtype']}, {where}; `{first['command'].split(' --note')[0]}` at {first['commit']}.{extra}"
     )
     return markdown(header, lines) + "\n\n" + note
+
+
+def _key(side: str) -> str:
+    return side.replace(" ", "_")
 
 
 def slots() -> str:
