@@ -52,7 +52,8 @@ def _run(made: list[dict[str, Any]]) -> str:
     where = first["device"] if first.get("device", "cpu") != "cpu" else f"{first['processor']}, {first['threads']} threads"
     note = (
         f"{first['requests']} chats of about {first['context']} prompt tokens{shared} and up to {first['max_tokens']} new ones, "
-        f"greedy, {first['model']}{draft}, {first['dtype']}, {where}; `{first['command'].split(' --note')[0]}` at {first['commit']}.{extra}"
+        f"greedy, {first['model']}{draft}, {first['dtype']}, {where}; "
+        f"`{first['command'].split(' --note')[0]}` at {first['commit']}.{extra}"
     )
     return markdown(header, lines) + "\n\n" + note
 
