@@ -75,9 +75,10 @@ def several_cards() -> str:
         ])  # fmt: skip
     first = made[0]
     commits = ", ".join(dict.fromkeys(row["commit"] for row in made))
+    replayed = "; ".join(dict.fromkeys(f"acceptance {row['acceptance']}" for row in made if row["acceptance"]))
     note = (
         f"{first['card'].partition(' x ')[2]}s, random weights, {first['dtype']}, context {first['context']}, budget 512, scoring "
-        f"{first['scoring']}; acceptance replayed (geometric, 0.80 a draft). Attention: that of a dense check of as many "
+        f"{first['scoring']}; {replayed}. Attention: that of a dense check of as many "
         f"rows to that of a sparse one with scoring and selection. Commands in the rows, the first is "
         f"`{first['command']}`; commits: {commits}."
     )
