@@ -51,8 +51,8 @@ def attention_config(base: AttentionConfig, batch: int, num_kv_heads: int, packe
     """Sparse attention of a draft step: one tile of rows and short splits, merged by the last program, measured fastest."""
     if packed_rows > 16 or head_dim > 64 or not base.ahead:
         return base
-    if batch == 1:
-        # Two splits, merged by the last: at one sequence each further arrival costs more than it reads.
+    if batch * num_kv_heads <= 16:
+        # Two splits, merged by the last: at few sequences each further arrival costs more than it reads.
         return replace(base, block_n=128, num_warps=4, num_stages=3, fused_splits=8, max_splits=2)
     if batch * num_kv_heads >= 64:
         return replace(base, block_n=64, num_warps=2, num_stages=3)
