@@ -27,8 +27,12 @@ from dustin.prefill import prefill
 
 OUT = result_rows.RESULTS / "decode.jsonl"
 ACCEPTANCE = result_rows.RESULTS / "acceptance.json"
+SIZES = ("8192x1", "8192x4", "8192x16", "32000x1", "32000x4", "32000x16")
+CELLS = ",".join(f"{text}:{size}" for text in ("code", "novel") for size in SIZES)
 LOSSLESS = ("ar", "dense", "exact", "auto")
-WARM_TOKENS = 24
+# A first, uncounted run of a mode records its graphs; modes whose rounds differ in size need more of it.
+WARM_TOKENS = {"auto": 128, "exact": 128}
+FEW_TOKENS = 24
 # What the histograms are taken at, and with how many tokens a row: a block has one entry, a round several.
 HISTOGRAM_DRAFTS, HISTOGRAM_BLOCK = 8, 32
 HISTOGRAM_TOKENS = {"dense": 160, "sparse": 160, "exact": 512}
@@ -153,7 +157,7 @@ def measure(session: Session, cell: Cell, mode: str, options: EngineOptions, tok
     """One row."""
     # One session for both runs: what mode auto learns of costs is kept.
     inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
-    decode(inner, cell, min(tokens, WARM_TOKENS if mode != "auto" else 128))
+    decode(inner, cell, min(tokens, WARM_TOKENS.get(mode, FEW_TOKENS)))
     torch.cuda.reset_peak_memory_stats()
     probe = DeviceTime()
     outcome = decode(inner, cell, tokens, probe if mode != "auto" else None)
@@ -193,12 +197,10 @@ def measure(session: Session, cell: Cell, mode: str, options: EngineOptions, tok
     }  # fmt: skip
 
 
-def peer(session: Session, cell: Cell, opts: dict[str, Any]) -> None:
-    """A row of transformers on the same pair's target, beside that of `ar`."""
+def peer(session: Session, cell: Cell, plain: dict[str, Any], output: Path) -> None:
+    """A row of transformers on the same pair's target, beside `plain`, that of `ar`."""
     from bench.decode_real_peer import transformers_model, transformers_run
 
-    options = EngineOptions(mode="ar", drafter="none")
-    plain = measure(session, cell, "ar", options, opts["tokens"])
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
         rate, made = transformers_run(transformers_model(session.target), session.target, cell)
@@ -212,7 +214,7 @@ def peer(session: Session, cell: Cell, opts: dict[str, Any]) -> None:
         "leading_tokens_equal_to_ar": equal[:1] if cell.batch == 1 else None, "generated_tokens": sum(map(len, made)),
         "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
     }  # fmt: skip
-    result_rows.write(opts["output"], [row], append=True)
+    result_rows.write(output, [row], append=True)
     click.echo(f"  {row['mode']} {rate:.1f} tok/s x{row['ratio']} leading {equal}", err=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -245,9 +247,8 @@ def remember_acceptance(path: Path, cell: Cell, mode: str, outcome: Outcome, row
 @click.command()
 @click.option("--model", required=True, help="The target: folder, .gguf file or name.")
 @click.option("--draft-model", required=True)
-@click.option("--cells", default="8192x1,8192x4,32000x1,32000x4,32000x16", show_default=True, help="context x batch, in turn.")
+@click.option("--cells", default=CELLS, show_default=True, help="TEXT:CONTEXTxBATCH in turn, texts of bench/texts.py.")
 @click.option("--modes", default="ar,dense,sparse,rectified,exact,auto", show_default=True)
-@click.option("--texts", default="novel,code", show_default=True, help="Kinds of bench/texts.py; each has its own cells.")
 @click.option("--tokens", default=160, show_default=True)
 @click.option("--budget", default=1024, show_default=True)
 @click.option("--gamma", default=4, show_default=True, help="Draft tokens a round.")
@@ -264,17 +265,17 @@ def main(**opts: Any) -> None:
     began = time.perf_counter()
     session = dustin.load(opts["model"], opts["draft_model"], device="cuda")
     click.echo(f"loaded in {time.perf_counter() - began:.1f} s", err=True)
-    for text in opts["texts"].split(","):
-        for size in opts["cells"].split(","):
-            if time.perf_counter() - began > opts["limit"]:
-                click.echo(f"left out: {text} {size}", err=True)
-                continue
-            context, batch = (int(n) for n in size.split("x"))
-            try:
-                _cell(session, text, context, batch, opts)
-            except Exception as error:  # One cell that fails is no reason to lose the others.
-                click.echo(f"{text} {size}: {type(error).__name__}: {str(error)[:400]}", err=True)
-            gc.collect()
+    for place in opts["cells"].split(","):
+        if time.perf_counter() - began > opts["limit"]:
+            click.echo(f"left out: {place}", err=True)
+            continue
+        text, _, size = place.partition(":")
+        context, batch = (int(n) for n in size.split("x"))
+        try:
+            _cell(session, text, context, batch, opts)
+        except Exception as error:  # One cell that fails is no reason to lose the others.
+            click.echo(f"{place}: {type(error).__name__}: {str(error)[:400]}", err=True)
+        gc.collect()
 
 
 def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str, Any]) -> None:
@@ -286,14 +287,14 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
     counted = [mode for mode in ("dense", "sparse", "exact") if opts["histograms"] and (mode != "exact" or batch == 1)]
     read_prompts(session, cell, max(tokens, *(HISTOGRAM_TOKENS[mode] for mode in counted), 0), HISTOGRAM_DRAFTS)
     click.echo(f"{text} {context} x {batch}: read in {time.perf_counter() - began:.1f} s", err=True)
-    if opts["transformers"]:
-        peer(session, cell, opts)
     base = EngineOptions(budget=opts["budget"], num_draft_tokens=opts["gamma"], exact_block=opts["block"])
+    plain: dict[str, Any] | None = None
     for mode in opts["modes"].split(","):
         options = replace(base, mode=mode, drafter="none" if mode == "ar" else "draft")
         if mode == "auto":
             options = replace(options, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
         row = measure(session, cell, mode, options, tokens)
+        plain = row if mode == "ar" else plain
         result_rows.write(opts["output"], [row], append=True)
         keys = ("tokens_per_second", "ratio", "acceptance_length", "tokens_per_check", "step_ms", "probed_step_ms",
                 "probed_graphs_ms", "graph_replays", "sequences_identical_to_ar", "top2_gaps_where_lossless_differs",
@@ -303,6 +304,8 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
             options = replace(options, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
             inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
             remember_acceptance(opts["histograms"], cell, mode, decode(inner, cell, HISTOGRAM_TOKENS[mode]), row)
+    if opts["transformers"] and plain is not None:
+        peer(session, cell, plain, opts["output"])
 
 
 if __name__ == "__main__":
