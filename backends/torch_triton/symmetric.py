@@ -72,7 +72,8 @@ def prepare(ranks: Ranks, group: Any) -> SymmetricSum | None:
     device, size, count = ranks.device, ranks.size, torch.cuda.device_count()
     others = [other for other in range(min(size, count)) if other != device.index]
     reached = count >= size and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
-    wanted = os.environ.get("DUSTIN_TP_SYMMETRIC", "1") != "0" and size in _SIZES and reached
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
+    wanted = os.environ.get("DUSTIN_TP_SYMMETRIC", "1") != "0" and size in _SIZES and here and reached
     answers = ranks.agree((socket.gethostname(), wanted))
     if any(answer != answers[0] for answer in answers) or not wanted:
         return None
