@@ -52,7 +52,7 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "reselection_layers": (
         ("--reselection-layers",), "Layers whose queries choose the set anew. Default: the profile's.", {"type": LayerList()},
     ),
-    "reselection_rank": (("--reselection-rank",), "Numbers of a compact key (16, 32), 0: whole keys. Default: the profile's.", {}),
+    "reselection_rank": (("--reselection-rank",), "Numbers of a compact key (32, 64), 0: whole keys. Default: the profile's.", {}),
     "top_mass": (("--top-mass",), "Read no more than holds this share of the scores.", {"type": float}),
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
     "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),

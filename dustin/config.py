@@ -147,7 +147,7 @@ class EngineOptions:
         for name in ("dense_layers", "reselection_layers"):
             layers = getattr(self, name) or ()
             require(name, layers, all(layer >= 0 for layer in layers), "layers from 0 on")
-        require("reselection_rank", self.reselection_rank, self.reselection_rank in (None, 0, 16, 32), "0 (whole keys), 16 or 32")
+        require("reselection_rank", self.reselection_rank, self.reselection_rank in (None, 0, 32, 64), "0 (whole keys), 32 or 64")
         require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")
         require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
         require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")

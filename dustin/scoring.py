@@ -73,10 +73,10 @@ class ReadBytes:
         return tokens * self.spec.bytes_per_kv_token * heads // (2 * self.spec.num_layers * self.spec.num_kv_heads)
 
     def reselection(self, scoring: Scoring, tokens: int) -> int:
-        """What choosing anew reads: whole keys of the kv heads that serve the choosing heads, or their codes of a byte a number."""
+        """What choosing anew reads: keys of the kv heads that serve the choosing heads, or their codes of half a byte a number."""
         whole = self.scoring(scoring.reselection, tokens)
         entry = self.spec.bytes_per_kv_token // (2 * self.spec.num_layers * self.spec.num_kv_heads)
-        return whole * scoring.reselection_rank // entry if scoring.reselection_rank else whole
+        return whole * scoring.reselection_rank // (2 * entry) if scoring.reselection_rank else whole
 
     def layers(self, count: int, tokens: int) -> int:
         """Keys and values of `tokens` tokens in `count` layers."""

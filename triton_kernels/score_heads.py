@@ -51,23 +51,26 @@ def of_layer(layer, of_0, of_1, of_2, of_3, LAYERS: tl.constexpr):
 
 @triton.jit
 def load_queries(
-    q, head_table, b, group, rows, num_rows, dims, stride_qb, stride_qr, stride_qs, H: tl.constexpr, D: tl.constexpr
+    q, head_table, b, group, rows, num_rows, dims, stride_qb, stride_qr, stride_qs, H: tl.constexpr, D: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):  # fmt: skip
-    """Query tile [BLOCK_D, M] of a kv group and its valid rows [M]: row m is lookahead row m // H, group head m % H."""
+    """Query tile [BLOCK_D, M] of a kv group from dimension FIRST on and its valid rows [M]: row m is lookahead row m // H, group
+    head m % H."""
     head = tl.load(head_table + group * H + rows % H)
     valid = (rows // H < num_rows) & (head >= 0)
     offset = b.to(tl.int64) * stride_qb + (rows // H).to(tl.int64) * stride_qr + head.to(tl.int64) * stride_qs
-    return tl.load(q + offset[None, :] + dims[:, None], mask=valid[None, :] & (dims < D)[:, None], other=0.0), valid
+    return tl.load(q + offset[None, :] + (FIRST + dims)[:, None], mask=valid[None, :] & (dims < D)[:, None], other=0.0), valid
 
 
 @triton.jit
 def key_logits(
-    q_tile, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
+    q_tile, q_high, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
     ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Logits [BLOCK_N, M] of keys start + [0, BLOCK_N), -inf at and beyond `length`, whatever lies there: unscaled, or scaled
-    and in base 2 after a softcap."""
+    and in base 2 after a softcap. PACKED keys are bytes of two numbers: the low halves go with q_tile, the high ones with
+    q_high (which is q_tile where they are not)."""
     if PAGE % BLOCK_N == 0:
         rows = keys_of_head + (page.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
     else:
@@ -77,8 +80,13 @@ def key_logits(
         k = tl.load(rows + dims[None, :])
     else:
         k = tl.load(rows + dims[None, :], mask=(dims < D)[None, :], other=0.0)
-    # Compact keys of eight bits are exact in any float type.
-    s = tl.dot(k.to(q_tile.dtype), q_tile, input_precision=PRECISION)
+    if PACKED:
+        # Numbers of four bits are exact in any float type.
+        pair = k.to(tl.int32)
+        s = tl.dot(((pair << 28) >> 28).to(q_tile.dtype), q_tile, input_precision=PRECISION)
+        s += tl.dot((pair >> 4).to(q_tile.dtype), q_high, input_precision=PRECISION)
+    else:
+        s = tl.dot(k, q_tile, input_precision=PRECISION)
     if SOFTCAP:
         x = s * (scale_log2 * 0.6931471805599453) / softcap
         s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
@@ -98,7 +106,7 @@ def score_logits_kernel(
     LAYERS: tl.constexpr, KVH: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     CHUNK: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    KEEP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    KEEP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, program (chunk of CHUNK keys, layer and kv group, sequence)."""
     begin_dependent(PDL)
@@ -121,6 +129,9 @@ def score_logits_kernel(
     next_page = load_pages(pages, chunk * CHUNK + BLOCK_N, keys, length, PAGE, BLOCK_N)
     factor = 1.0 if SOFTCAP else scale_log2
     q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
+    q_high = q_tile
+    if PACKED:
+        q_high, _ = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D, D)
     # A maximum for each strip of rows that one warp holds: no step of the loop has to wait for the other warps.
     PARTS: tl.constexpr = BLOCK_N // (STRIPS * STRIP)
     m_i = tl.full([STRIPS, BLOCK_M], float("-inf"), tl.float32)
@@ -136,8 +147,8 @@ def score_logits_kernel(
     for start in range(chunk * CHUNK, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         s = key_logits(
-            q_tile, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
-            ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL,
+            q_tile, q_high, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
+            ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL, PACKED,
         )  # fmt: skip
         # Fetched two steps ahead: in the pipeline that copies K it would make every step wait for the K before it. The
         # maximum is an operation: a value handed on as it is would keep the loop from being pipelined.
@@ -183,7 +194,7 @@ def score_mass_kernel(
     LAYERS: tl.constexpr, KVH: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     TILES: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Pass 2, program (TILES tiles of BLOCK_N keys, sequence): sums rows, then kv groups and layers, in fixed order."""
     begin_dependent(PDL)
@@ -233,9 +244,12 @@ def score_mass_kernel(
             q = of_layer(layer, q_0, q_1, q_2, q_3, LAYERS)
             k_pool = of_layer(layer, k_0, k_1, k_2, k_3, LAYERS)
             q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
+            q_high = q_tile
+            if PACKED:
+                q_high, _ = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D, D)
             s = key_logits(
-                q_tile, k_pool + tl.load(kv_heads + group) * HEAD, page, start, keys, length, dims, scale_log2, softcap,
-                ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL,
+                q_tile, q_high, k_pool + tl.load(kv_heads + group) * HEAD, page, start, keys, length, dims, scale_log2, softcap,
+                ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL, PACKED,
             )  # fmt: skip
             slab = b.to(tl.int64) * (LAYERS * KVH) + group
             shift = tl.load(lse + slab * BLOCK_M + m, mask=valid, other=float("inf"))
@@ -292,18 +306,20 @@ def score_layers(
     """Write (or add) to scores [B, Nmax] fp32: weight * sum over layers of the mean over rows and heads of softmax(q . K * scale).
 
     For each layer: queries [B, R, S, D] post-RoPE of its S scoring heads, `groups` from group_heads, K pool [pages,
-    page_size, Hkv, D] (of q's dtype, or 8-bit integers). All layers share page_table [B, max_pages], lengths [B] int32 (the
-    softmax runs over [0, lengths[b])) and num_rows [B] int32 valid rows (0: the row's scores become 0, or stay when adding).
-    With add=False entries at and beyond lengths[b] become -inf. Layers of equal shape and strides share two launches, up to
-    MAX_LAYERS. Returns scores. Allocates nothing when `workspace` (see workspace_for) is passed. Raises ValueError on bad input.
+    page_size, Hkv, D] of q's dtype, or int8 [pages, page_size, Hkv, D / 2] with numbers j and j + D / 2 of a key in the low and
+    the high half of byte j. All layers share page_table [B, max_pages], lengths [B] int32 (the softmax runs over [0,
+    lengths[b])) and num_rows [B] int32 valid rows (0: the row's scores become 0, or stay when adding). With add=False
+    entries at and beyond lengths[b] become -inf. Layers of equal shape and strides share two launches, up to MAX_LAYERS.
+    Returns scores. Allocates nothing when `workspace` (see workspace_for) is passed. Raises ValueError on bad input.
     """
     if not len(queries) == len(k_pools) == len(groups) or not queries:
         counts = (len(queries), len(k_pools), len(groups))
         raise ValueError(f"queries, k_pools, groups: expected one of each a layer, got {counts}")
     first, pool, batch = queries[0], k_pools[0], queries[0].shape[0]
     for q, k_pool, group in zip(queries, k_pools, groups, strict=True):
-        dtypes = FLOAT_DTYPES if k_pool.dtype == torch.int8 else (k_pool.dtype,)
-        check_tensor("q", q, (batch, None, group.num_heads, k_pool.shape[3]), dtypes, k_pool, contiguous=False)
+        packed = k_pool.dtype == torch.int8
+        dtypes, width = (FLOAT_DTYPES, 2 * k_pool.shape[3]) if packed else ((k_pool.dtype,), k_pool.shape[3])
+        check_tensor("q", q, (batch, None, group.num_heads, width), dtypes, k_pool, contiguous=False)
         check_pools(k_pool, None, page_table, batch, (*FLOAT_DTYPES, torch.int8))
     check_counts(batch, first, lengths=lengths, num_rows=num_rows)
     check_tensor("scores", scores, (batch, None), (torch.float32,), first)
@@ -327,7 +343,8 @@ def score_layers(
                 queries[part], k_pools[part], page_table, lengths, groups[part], scores, add=more, **common, **fits
             )  # fmt: skip
         return scores
-    rows, dim, layers = first.shape[1], first.shape[3], len(queries)
+    # Of packed keys a tile holds bytes.
+    rows, dim, layers = first.shape[1], pool.shape[3], len(queries)
     joined = group_layers(tuple(groups))
     kv_groups, per_group = groups[0].heads.shape
     shape = score_shape(batch, rows, groups[0], nmax, dim, first.dtype, keep_weights, config, layers)
@@ -344,7 +361,8 @@ def score_layers(
         "HEAD": pool.stride(2), "D": dim, "BLOCK_D": power_of_two(dim, 16), "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.config.block_n, "STRIPS": shape.strips, "STRIP": 16,
         "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep,
-        "PRECISION": precision_of(first.dtype), "PDL": bool(options), "num_warps": shape.config.num_warps,
+        "PRECISION": precision_of(first.dtype), "PDL": bool(options), "PACKED": pool.dtype == torch.int8,
+        "num_warps": shape.config.num_warps,
         "num_stages": shape.config.num_stages, **options,
     }  # fmt: skip
     missing = MAX_LAYERS - layers

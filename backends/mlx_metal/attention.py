@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -106,8 +105,7 @@ class Forward:
 
     def attend(self, q: mx.array, layer: int, starts: mx.array, scale: float) -> mx.array:
         """[rows, T, Hq, D] from q of that shape; the in-flight K and V lie in the cache already."""
-        self._choose(q, layer, scale)
-        chosen = set_of_layer(self.token_set, layer)
+        chosen = self._choose(q, layer, scale) or set_of_layer(self.token_set, layer)
         everything = [chosen is None or self._all_of(chosen, b) for b in range(len(self.counts))]
         if self.long:
             sets = [None if everything[b] else chosen for b in self.rows]
@@ -128,14 +126,16 @@ class Forward:
         full, part = self._masked[dense]
         return self._verify(q, k, v, starts, full, None, scale) + self._verify(q, k, v, starts, part, chosen, scale)
 
-    def _choose(self, q: mx.array, layer: int, scale: float) -> None:
-        """Where the set's reselection names `layer`, the set from here on is what the rows in flight, q [rows, T, Hq, D], choose.
+    def _choose(self, q: mx.array, layer: int, scale: float) -> TokenSet | None:
+        """What the rows in flight, q [rows, T, Hq, D], choose where the set's reselection names `layer`; None elsewhere.
 
         Raise ValueError on heads that the layer lacks, UsageError on compact keys.
         """
         again = None if self.token_set is None else self.token_set.reselection
         if self.token_set is None or again is None or layer not in again.heads:
-            return
+            return None
+        if layer in self.token_set.dense_layers or layer in self.token_set.by_layer:
+            return None
         heads, width = list(again.heads[layer]), max(self.lengths)
         if not heads or min(heads) < 0 or max(heads) >= q.shape[2]:
             raise ValueError(f"reselection names heads {heads} of layer {layer}, expected some of 0 to {q.shape[2] - 1}")
@@ -153,8 +153,7 @@ class Forward:
         mass = mx.concatenate([found.get(b, nothing) for b in range(len(self.counts))], axis=0)
         # Evaluated here: a pending reader of the keys would make the next append copy them.
         mx.eval(mass)
-        made = select(mass, None, self.lengths, again.budget, again.num_sink_tokens, again.num_recent_tokens, 0, self.gate)
-        self.token_set = replace(self.token_set, indices=made.indices, counts=made.counts)
+        return select(mass, None, self.lengths, again.budget, again.num_sink_tokens, again.num_recent_tokens, 0, self.gate)
 
     def _verify(
         self, q: mx.array, k: mx.array, v: mx.array, starts: mx.array, counts: mx.array, chosen: TokenSet | None, scale: float

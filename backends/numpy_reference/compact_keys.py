@@ -1,8 +1,8 @@
-"""Keys reduced to `rank` numbers of eight bits in which queries still see what matters: the definition, in float64.
+"""Keys reduced to `rank` numbers of four bits in which queries still see what matters: the definition, in float64.
 
 The keys' covariance as the queries weigh it, Cq^1/2 Ck Cq^1/2, gives the directions of each layer and kv head; codes are the
-first `rank` coordinates of a key less the mean, in steps that cover what the fitting text reaches. That text's rows are turned
-to places all over the context first: RoPE makes far keys differ from near ones by an angle alone.
+first `rank` coordinates of a key less the mean, in steps that cover REACH standard deviations of the fitting text's keys. That
+text's rows are turned to places all over the context first: RoPE makes far keys differ from near ones by an angle alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dustin.backends.numpy_reference.cache import Floats
 from dustin.backends.numpy_reference.rope import rotate
 
 TURNS = 4
-HEADROOM = 1.25
+REACH = 2.8
+LARGEST = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +30,9 @@ class CompactKeys:
     decode: Mapping[int, Floats]
 
     def codes_of(self, layer: int, keys: Floats) -> Floats:
-        """Whole numbers of eight bits [n, Hkv, rank] of keys [n, Hkv, D]."""
+        """Whole numbers of four bits [n, Hkv, rank] of keys [n, Hkv, D]."""
         coordinates = np.einsum("nhd,hdr->nhr", keys - self.mean[layer], self.encode[layer])
-        return np.clip(np.rint(coordinates), -127, 127)
+        return np.clip(np.rint(coordinates), -LARGEST, LARGEST)
 
     def queries(self, layer: int, q: Floats) -> Floats:
         """[B, T, Hq, rank] of q [B, T, Hq, D]: their products with codes are those of queries and keys."""
@@ -43,12 +44,12 @@ def fit(
     queries: Mapping[int, Floats], keys: Mapping[int, Floats], rank: int, inverse: Floats, context: int
 ) -> CompactKeys:
     """From post-RoPE queries [T, Hq, D] and keys [T, Hkv, D] of each layer; `inverse` are RoPE's frequencies [D/2], `context`
-    the places that rows are turned to. Raise ValueError on a rank beyond the head dimension."""
+    the places that rows are turned to. Raise ValueError on a rank that is odd or beyond the head dimension."""
     mean, encode, decode = {}, {}, {}
     for layer, k in keys.items():
         heads, dim = k.shape[1:]
-        if not 1 <= rank <= dim:
-            raise ValueError(f"rank is {rank}, expected 1 to the head dimension {dim}")
+        if not 2 <= rank <= dim or rank % 2:
+            raise ValueError(f"rank is {rank}, expected an even number up to the head dimension {dim}")
         far_k, far_q = (_turned(x, inverse, context) for x in (k, queries[layer]))
         mean[layer] = far_k.mean(axis=0)
         into, outof = np.zeros((heads, dim, rank)), np.zeros((heads, dim, rank))
@@ -61,7 +62,7 @@ def fit(
             half, inverse_half = (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
             best = np.linalg.eigh(half @ (moved.T @ moved / len(moved)) @ half)[1][:, ::-1][:, :rank]
             coordinates = moved @ (half @ best)
-            step = np.maximum(np.abs(coordinates).max(axis=0) * HEADROOM / 127, 1e-12)
+            step = np.maximum(np.sqrt((coordinates**2).mean(axis=0)) * REACH / LARGEST, 1e-12)
             into[h], outof[h] = half @ best / step, inverse_half @ best * step
         encode[layer], decode[layer] = into, outof
     return CompactKeys(rank, mean, encode, decode)

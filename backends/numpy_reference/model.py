@@ -173,7 +173,7 @@ class NumpyModel:
             hidden[b, t] = self.weights["model.embed_tokens.weight"][tokens[b, t]]
         queries: dict[int, Floats] = {}
         for i in range(self.config.num_layers):
-            q, attended, token_set = self._attend(i, hidden, valid, num_tokens, cache, token_set)
+            q, attended = self._attend(i, hidden, valid, num_tokens, cache, token_set)
             if tap is not None and i in tap.heads:
                 queries[i] = q[:, :, list(tap.heads[i])]
             for b, t in valid:
@@ -193,9 +193,8 @@ class NumpyModel:
         num_tokens: Sequence[int],
         cache: Cache,
         token_set: TokenSet | None,
-    ) -> tuple[Floats, Floats, TokenSet | None]:
-        """Queries and attention output of layer i, both [B, T, Hq, D], and the set from here on; writes the layer's K and V
-        behind the valid rows."""
+    ) -> tuple[Floats, Floats]:
+        """Queries and attention output of layer i, both [B, T, Hq, D]; writes the layer's K and V behind the valid rows."""
         c, name = self.config, f"model.layers.{i}."
         shape = hidden.shape[:2]
         q = np.zeros((*shape, c.num_heads, c.head_dim))
@@ -208,8 +207,8 @@ class NumpyModel:
             v[b, t] = self._linear(f"{name}self_attn.v_proj", x).reshape(c.num_kv_heads, c.head_dim)
         cache.write(i, num_tokens, k, v)
         attention = Attention(self.scale, self.softcap, self._windows[i])
-        token_set = reselected(token_set, q, cache, i, num_tokens, self.scale, self.softcap, self.compact)
-        return q, attention(q, cache, i, cache.lengths, num_tokens, set_of_layer(token_set, i)), token_set
+        own = reselected(token_set, q, cache, i, num_tokens, self.scale, self.softcap, self.compact)
+        return q, attention(q, cache, i, cache.lengths, num_tokens, own or set_of_layer(token_set, i))
 
     def _heads(self, name: str, x: Floats, position: int) -> Floats:
         """Projected, normed (QK-norm) and turned heads [H, D] of one token."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -215,12 +215,14 @@ def reselected(
     softcap: float | None,
     compact: CompactKeys | None = None,
 ) -> TokenSet | None:
-    """The set that `layer` and those after it read: `token_set`, or where its reselection names the layer the choice of the
-    in-flight queries q [B, T, Hq, D]. Committed rows are cache.lengths. Raise ValueError on heads that q lacks, and on a rank
-    whose compact keys were not fitted."""
+    """The set that the in-flight queries q [B, T, Hq, D] choose where the set's reselection names `layer`; None elsewhere, and
+    for layers that are dense or have a set given. Committed rows are cache.lengths. Raise ValueError on heads that q lacks, and
+    on a rank whose compact keys were not fitted."""
     again = None if token_set is None else token_set.reselection
     if token_set is None or again is None or layer not in again.heads:
-        return token_set
+        return None
+    if layer in token_set.dense_layers or layer in token_set.by_layer:
+        return None
     heads = list(again.heads[layer])
     if not heads or min(heads) < 0 or max(heads) >= q.shape[2]:
         raise ValueError(f"reselection names heads {heads} of layer {layer}, expected some of 0 to {q.shape[2] - 1}")
@@ -238,8 +240,7 @@ def reselected(
         group = q.shape[2] // keys.shape[1]
         masses = [softmax(head_logits(asked[b, r, heads], keys, heads, group, scale, softcap)) for r in range(rows)]
         scores[b, :length] = np.concatenate(masses).mean(axis=0)
-    made = select(
+    return select(
         scores.astype(np.float32), None, cache.lengths, budget=again.budget, num_sink_tokens=again.num_sink_tokens,
         num_recent_tokens=again.num_recent_tokens, num_draft_selected=0,
     )  # fmt: skip
-    return replace(token_set, indices=made.indices, counts=made.counts)

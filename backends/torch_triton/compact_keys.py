@@ -1,9 +1,9 @@
-"""A few bytes for every key in which queries still see what matters: keys reduced to `rank` numbers of eight bits.
+"""A few bytes for every key in which queries still see what matters: keys reduced to `rank` numbers of four bits.
 
 For each layer and kv head the keys' covariance as the queries weigh it, Cq^1/2 Ck Cq^1/2, gives the directions; codes are the
-first `rank` coordinates of a key less the mean, in steps that cover what keys of the fitting text reach. It is fitted once a
-model, on a short text whose keys and queries are turned to places all over the context: RoPE makes far keys differ from near
-ones by an angle alone.
+first `rank` coordinates of a key less the mean, in steps that cover REACH standard deviations of the fitting text's keys, two
+to a byte: numbers j and j + rank / 2 are the low and the high half of byte j. It is fitted once a model, on a short text whose
+keys and queries are turned to places all over the context: RoPE makes far keys differ from near ones by an angle alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ TURNS = 4
 CHUNK = 8192
 # Tokens of the fitting text read at once.
 FIT_CHUNK = 512
-# Steps reach this far beyond the largest coordinate that was seen.
-HEADROOM = 1.25
+# Standard deviations that the largest number stands for, and that number.
+REACH = 2.8
+LARGEST = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +39,15 @@ class CompactKeys:
     decode: Mapping[int, torch.Tensor]
 
     def codes_of(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        """int8 [..., Hkv, rank] of keys [..., Hkv, D]."""
+        """int8 [..., Hkv, rank / 2] of keys [..., Hkv, D]."""
         moved = keys.float() - self.mean[layer]
-        return torch.einsum("...hd,hdr->...hr", moved, self.encode[layer]).round_().clamp_(-127, 127).to(torch.int8)
+        numbers = torch.einsum("...hd,hdr->...hr", moved, self.encode[layer]).round_().clamp_(-LARGEST, LARGEST)
+        low, high = numbers.to(torch.int8).chunk(2, -1)
+        return (low & 15) | (high << 4)
+
+    def numbers_of(self, codes: torch.Tensor) -> torch.Tensor:
+        """fp32 [..., rank] of codes [..., rank / 2]."""
+        return torch.cat([(codes << 4) >> 4, codes >> 4], -1).float()
 
     def queries(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """[B, T, Hq, rank] in q's dtype of q [B, T, Hq, D]: their products with codes are those of queries and keys."""
@@ -50,14 +57,14 @@ class CompactKeys:
         return reduced.flatten(2, 3).to(q.dtype)
 
     def store(self, cache: Any, layer: int) -> torch.Tensor:
-        """The codes [rows, Hkv, rank] beside a layer's keys in a cache or its pool (see `flat_keys`), made at the first call."""
+        """The codes [rows, Hkv, rank / 2] beside a layer's keys of a cache or its pool (see `flat_keys`), made at first use."""
         owner = getattr(cache, "pool", cache)
         if getattr(owner, "compact", None) is None or owner.compact[0] is not self:
             owner.compact = (self, {})
         made = owner.compact[1]
         if layer not in made:
             keys = cache.flat_keys(layer)
-            made[layer] = torch.zeros(*keys.shape[:2], self.rank, dtype=torch.int8, device=keys.device)
+            made[layer] = torch.zeros(*keys.shape[:2], self.rank // 2, dtype=torch.int8, device=keys.device)
         return made[layer]
 
     @torch.inference_mode()
@@ -80,7 +87,7 @@ class CompactKeys:
         cache.mark_encoded(self)
 
     def encode_rows(self, layer: int, keys: torch.Tensor, codes: torch.Tensor, places: torch.Tensor) -> None:
-        """Codes of the keys at `places` [B, n] of the flat rows keys [M, Hkv, D] and codes [M, Hkv, rank]."""
+        """Codes of the keys at `places` [B, n] of the flat rows keys [M, Hkv, D] and codes [M, Hkv, rank / 2]."""
         codes[places] = self.codes_of(layer, keys[places])
 
 
@@ -92,12 +99,12 @@ def fit(
     context: int,
 ) -> CompactKeys:
     """From post-RoPE queries [T, Hq, D] and keys [T, Hkv, D] of each layer; `inverse` are RoPE's frequencies [D/2], `context`
-    the places that rows are turned to. Raise ValueError on a rank beyond the head dimension."""
+    the places that rows are turned to. Raise ValueError on a rank that is odd or beyond the head dimension."""
     mean, encode, decode = {}, {}, {}
     for layer, k in keys.items():
         heads, dim = k.shape[1:]
-        if not 1 <= rank <= dim:
-            raise ValueError(f"rank is {rank}, expected 1 to the head dimension {dim}")
+        if not 2 <= rank <= dim or rank % 2:
+            raise ValueError(f"rank is {rank}, expected an even number up to the head dimension {dim}")
         far_k, far_q = (_turned(x.float(), inverse, context) for x in (k, queries[layer]))
         mean[layer] = far_k.mean(0)
         moved = (far_k - mean[layer]).transpose(0, 1)
@@ -110,8 +117,8 @@ def fit(
         _, best = torch.linalg.eigh(half @ of_keys @ half)
         best = best.flip(-1)[..., :rank]
         into, outof = ((m @ best).float().to(k.device) for m in (half, inverse_half))
-        reach = torch.einsum("hnd,hdr->hnr", moved, into).abs().amax(1) * HEADROOM
-        step = (reach / 127).clamp(min=1e-12)[:, None]
+        spread = torch.einsum("hnd,hdr->hnr", moved, into).pow(2).mean(1).sqrt()
+        step = (spread * (REACH / LARGEST)).clamp(min=1e-12)[:, None]
         encode[layer], decode[layer] = into / step, outof * step
     return CompactKeys(rank, mean, encode, decode)
 

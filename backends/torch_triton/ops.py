@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,26 +145,30 @@ def reselected(
     scale: float,
     compact: CompactKeys | None = None,
 ) -> TokenSet | None:
-    """The set that `layer` and those after it read: `token_set`, or where its reselection names the layer the choice of the
-    in-flight queries q [R, Hq, D] (sequence by sequence). Raise ValueError on heads that q lacks."""
+    """The set that the in-flight queries q [R, Hq, D] (sequence by sequence) choose where the set's reselection names `layer`;
+    None elsewhere. Raise ValueError on heads that q lacks."""
     again = reselection_at(token_set, layer, q.shape[1])
-    if token_set is None or again is None:
-        return token_set
+    if again is None:
+        return None
     heads, num_heads = again.heads[layer], q.shape[1]
     keys = cache.keys[layer]
     if again.rank and compact is not None:
-        q, keys = compact.queries(layer, q[:, None])[:, 0], compact.store(cache, layer).unflatten(0, keys.shape[:2])
+        q = compact.queries(layer, q[:, None])[:, 0]
+        codes = compact.store(cache, layer).unflatten(0, keys.shape[:2])
     scores = torch.full((cache.batch, max(cache.lengths)), float("-inf"), device=cache.device)
     start = 0
     for b, (length, count) in enumerate(zip(cache.lengths, num_tokens, strict=True)):
         rows = min(count, again.max_rows)
         if length and rows:
-            mass = _mass(q[start : start + rows, list(heads)], heads, keys[b, :length], num_heads, scale)
+            if again.rank and compact is not None:
+                read = compact.numbers_of(codes[b, :length])
+            else:
+                read = keys[b, :length]
+            mass = _mass(q[start : start + rows, list(heads)], heads, read, num_heads, scale)
             scores[b, :length] = mass / (rows * len(heads))
         start += count
     windows = (again.num_sink_tokens, again.num_recent_tokens)
-    made = select(scores, None, cache.lengths, again.budget, *windows, 0, scores.device)
-    return replace(token_set, indices=made.indices, counts=made.counts)
+    return select(scores, None, cache.lengths, again.budget, *windows, 0, scores.device)
 
 
 def choose(
@@ -181,9 +184,12 @@ def choose(
 
 
 def reselection_at(token_set: TokenSet | None, layer: int, num_heads: int) -> Reselection | None:
-    """The reselection of a set where it names `layer`. Raise ValueError on heads that the layer lacks."""
+    """The reselection of a set where it names `layer` and the layer is neither dense nor has a set given. Raise ValueError on
+    heads that the layer lacks."""
     again = None if token_set is None else token_set.reselection
-    if again is None or layer not in again.heads:
+    if token_set is None or again is None or layer not in again.heads:
+        return None
+    if layer in token_set.dense_layers or layer in token_set.by_layer:
         return None
     heads = again.heads[layer]
     if not heads or min(heads) < 0 or max(heads) >= num_heads:

@@ -59,7 +59,7 @@ class Rechoice:
         codes: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """indices [B, budget] int32 and counts [B] int32 by the queries q [B, T, Hq, D] of `layer` over its keys [pages, page
-        size, Hkv, D], or their `codes` [pages * page size, Hkv, rank]. Raise ValueError on heads that the layer lacks."""
+        size, Hkv, D], or their `codes` [pages * page size, Hkv, rank / 2]. Raise ValueError on heads that the layer lacks."""
         heads = self.heads[layer]
         groups = group_heads(heads, config.num_heads, config.num_kv_heads, q.device)
         rows = max(1, min(q.shape[1], self.max_rows, SCORE_ROWS // groups.heads.shape[1]))

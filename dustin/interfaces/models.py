@@ -49,13 +49,12 @@ class Tap:
 
 @dataclass(frozen=True)
 class Reselection:
-    """Layers of a forward that choose its set anew, from the in-flight rows' own queries (as TidalDecode, arXiv 2410.05076).
+    """Layers that choose a set of their own in the middle of a forward, from the in-flight rows' queries.
 
-    `heads` maps each to the query heads that score there, whose keys are read whole. Its choice serves itself and the layers
-    after it up to the next one: sinks, recent tokens, then the best by the mean over those heads and a sequence's first
-    `max_rows` valid rows of the softmax over [0, lengths[b]); `budget` tokens in all, ties to the lower index. With `max_rows`
-    1 the set depends on committed tokens alone, whatever was drafted. With a `rank` the softmax is over compact keys of that
-    many numbers (see CompactModel) instead of whole ones.
+    `heads` maps each to the query heads that score there, whose keys are read whole. It reads sinks, recent tokens, then the
+    best by the mean over those heads and a sequence's first `max_rows` valid rows of the softmax over [0, lengths[b]);
+    `budget` tokens in all, ties to the lower index. With `max_rows` 1 the set depends on committed tokens alone, whatever was
+    drafted. With a `rank` the softmax is over compact keys of that many numbers (see CompactModel) instead of whole ones.
     """
 
     heads: Mapping[int, tuple[int, ...]]
@@ -71,7 +70,7 @@ class TokenSet:
     """The committed tokens that sparse attention may see: ONE set for every layer and head.
 
     `indices` [B, k] int32 ascending, valid up to `counts` [B] int32 (entries beyond are ignored). `dense_layers` ignore
-    the set; `by_layer` overrides it for single layers; `reselection` replaces it from some layers on. A row whose count
+    the set; `by_layer` overrides it for single layers, and layers of `reselection` choose their own. A row whose count
     equals its committed length equals dense attention bit for bit.
     """
 
@@ -166,7 +165,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class CompactModel(Protocol):
-    """A model that keeps a compact copy of its keys for reselection: of every key `rank` numbers of eight bits a kv head."""
+    """A model that keeps a compact copy of its keys for reselection: of every key `rank` numbers of four bits a kv head."""
 
     def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
         """Fit the copy to the model's own queries and keys of a text of `tokens`; once for a rank, later calls do nothing."""

@@ -26,7 +26,7 @@ def torch_model(kind: type, dtype: object = None):
     """Three layers of random weights, 4 query and 2 kv heads, on torch's CPU model or the CUDA one."""
     from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
 
-    config = qwen2_config(64, 96, 3, 4, 2, 50, context_length=256)
+    config = qwen2_config(128, 96, 3, 4, 2, 50, context_length=256)
     weights = random_weights(config, dtype or torch.float32, torch.device("cpu"), seed=3)
     return kind(config, weights, "tiny")
 
@@ -97,7 +97,7 @@ def test_numpy_reads_what_score_and_select_would_choose(heads):
     cache.rollback(LENGTHS)
     made = chosen_by_hand(backend, model, cache, 1, heads, got.queries, 2)
     assert not np.array_equal(np.asarray(made.indices), np.asarray(start.indices))
-    by_layer = {1: made, 2: made}
+    by_layer = {1: made}
     want = model.forward(tokens, counts, cache, token_set=dataclasses.replace(first_set(backend), by_layer=by_layer), tap=EVERY)
     np.testing.assert_array_equal(got.logits, want.logits)
     cache.rollback(LENGTHS)
@@ -113,7 +113,7 @@ CASES = {
     "every layer": Reselection({layer: (0, 1, 2, 3) for layer in range(3)}, 20, 0, 1),
     "first row": Reselection({1: (1,)}, BUDGET, 2, 4, max_rows=1),
     "all fit": Reselection({1: (1,)}, 200, 2, 4),
-    "compact": Reselection({0: (0, 1, 2, 3), 2: (1,)}, BUDGET, 2, 4, rank=16),
+    "compact": Reselection({0: (0, 1, 2, 3), 2: (1,)}, BUDGET, 2, 4, rank=32),
 }
 TEXT = [(7 * i * i + i) % 50 for i in range(48)]
 
@@ -131,12 +131,12 @@ def logits_of(backend, model, again: Reselection, dense_layers: tuple[int, ...] 
 
 def check(backend, model, tolerance: float) -> None:
     """The model against numpy's reference in all cases, batched and alone."""
-    model.fit_compact_keys(TEXT, 16)
+    model.fit_compact_keys(TEXT, 32)
     reference = create_numpy(), numpy_twin(model)
     # The reference judges with the same directions: where two are alike, a fit may choose either.
     mine = model.compact
     parts = [{layer: x.double().numpy() for layer, x in part.items()} for part in (mine.mean, mine.encode, mine.decode)]
-    reference[1].compact = NumpyCompactKeys(16, *parts)
+    reference[1].compact = NumpyCompactKeys(32, *parts)
     caches = filled(*reference), filled(backend, model)
     for name, again in CASES.items():
         dense = (1,) if name == "some heads" else ()
@@ -170,7 +170,7 @@ def test_the_fit_is_the_same_in_numpy_and_torch():
     twin = numpy_twin(model)
     cache = twin.new_cache(1, len(TEXT))
     queries = twin.forward(np.array([TEXT]), [len(TEXT)], cache, tap=EVERY, logits="none").queries
-    for rank in (3, 16):
+    for rank in (4, 32):
         model.fit_compact_keys(TEXT, rank)
         twin.fit_compact_keys(TEXT, rank)
         for layer in range(3):
@@ -178,13 +178,13 @@ def test_the_fit_is_the_same_in_numpy_and_torch():
             q, k = queries[layer][:, -5:], cache.keys[layer][0, : len(TEXT)]
             whole = np.einsum("bthd,nhd->bthn", q, np.repeat(k - twin.compact.mean[layer], 2, 1))
             mine, its = model.compact, twin.compact
-            codes = (mine.codes_of(layer, torch.tensor(k)).double().numpy(), its.codes_of(layer, k))
+            codes = (mine.numbers_of(mine.codes_of(layer, torch.tensor(k))).double().numpy(), its.codes_of(layer, k))
             asked = (mine.queries(layer, torch.tensor(q)).numpy(), its.queries(layer, q))
             got, want = (np.einsum("bthr,nhr->bthn", a, np.repeat(c, 2, 1)) for a, c in zip(asked, codes, strict=True))
             scale = np.abs(whole).max()
-            assert np.abs(got - want).max() < 0.05 * scale
-            if rank == 16:
-                assert np.abs(want - whole).max() < 0.05 * scale
+            assert np.abs(got - want).max() < 0.1 * scale
+            if rank == 32:
+                assert np.sqrt(((want - whole) ** 2).mean()) < 0.2 * np.sqrt((whole**2).mean())
 
 
 def test_compact_keys_must_be_fitted():
@@ -194,15 +194,15 @@ def test_compact_keys_must_be_fitted():
     model = torch_model(TorchModel)
     for backend, any_model in ((create("cpu"), model), (create_numpy(), numpy_twin(model))):
         cache = filled(backend, any_model)
-        start = dataclasses.replace(first_set(backend), reselection=Reselection({1: (0,)}, BUDGET, 2, 4, rank=16))
-        with pytest.raises(ValueError, match="compact keys of rank 16.*call fit_compact_keys first"):
+        start = dataclasses.replace(first_set(backend), reselection=Reselection({1: (0,)}, BUDGET, 2, 4, rank=32))
+        with pytest.raises(ValueError, match="compact keys of rank 32.*call fit_compact_keys first"):
             any_model.forward(fed(backend), ROWS, cache, token_set=start)
 
 
 def codes_follow_the_keys(backend, model) -> None:
     """Rows dropped and written anew, copied, or read in long steps: the set is that of a fresh cache."""
-    model.fit_compact_keys(TEXT, 16)
-    again = Reselection({0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}, BUDGET, 2, 4, rank=16)
+    model.fit_compact_keys(TEXT, 32)
+    again = Reselection({0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}, BUDGET, 2, 4, rank=32)
     start = dataclasses.replace(first_set(backend), reselection=again)
     cache = filled(backend, model)
     model.forward(fed(backend), ROWS, cache, token_set=start)
@@ -252,7 +252,7 @@ def test_mlx_equals_numpy(tmp_path):
     for name, again in CASES.items():
         if again.rank:
             with pytest.raises(UsageError, match="keeps no compact keys"):
-                logits_of(backend, model, dataclasses.replace(again, rank=16), (), caches[1])
+                logits_of(backend, model, dataclasses.replace(again, rank=32), (), caches[1])
             caches[1].rollback(LENGTHS)
             continue
         want = logits_of(reference, twin, again, (), caches[0])
