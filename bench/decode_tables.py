@@ -1,4 +1,4 @@
-"""Tables of bench/results/decode.jsonl: whole rounds with random weights, the best mode by context and batch, a real pair."""
+"""Tables of bench/results/decode.jsonl: whole rounds with random weights, one card and several."""
 
 from __future__ import annotations
 
@@ -89,59 +89,3 @@ def several_cards() -> str:
 
 def _ms(microseconds: float | None) -> str:
     return "" if microseconds is None else f"{microseconds / 1e3:.2f}"
-
-
-def regimes() -> str:
-    """The best of every mode by context and batch; the fastest in bold."""
-    made = [row for row in rows.read(FILE) if row.get("regime")]
-    lines = []
-    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in made):
-        cell = {row["mode"]: row for row in made if (row["context"], row["batch"]) == (context, batch)}
-        shown = [_regime_cell(cell.get(mode)) for mode in ("ar", "dense", "exact", "sparse")]
-        lines.append([f"{context} x {batch}", *shown])
-    first = made[0]
-    speculative = next(row for row in made if row.get("acceptance"))
-    note = (
-        f"Ratios to plain decoding (tokens a second under `ar`), with the drafts a round and the block that were best; the fastest "
-        f"in bold. {first['card']}, {first['model']}, random weights, budget {first['budget']}, {first['scoring']}; sums of graph "
-        f"replays of a round's parts; acceptance {speculative['acceptance']}. `{first['command']}` at {first['commit']}."
-    )
-    return markdown(["context x batch", "ar", "dense (same output)", "exact (same output)", "sparse"], lines) + "\n\n" + note
-
-
-def _regime_cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    if row["mode"] == "ar":
-        text = f"{row['tokens_per_second']:.0f} tok/s"
-    else:
-        block = f", block {row['exact_block']}" if row.get("exact_block") else ""
-        text = f"{row['ratio']:.2f}x ({row['num_draft_tokens']} drafts{block})"
-    return f"**{text}**" if row["wins"] else text
-
-
-def real() -> str:
-    """A real pair through the engine, acceptance measured."""
-    made = [row for row in rows.read(FILE) if row["weights"] == "real"]
-    lines = []
-    for row in made:
-        setting = f", {row['num_draft_tokens']} drafts" if row["num_draft_tokens"] and row["mode"] != "auto" else ""
-        setting += f", block {row['exact_block']}" if row["exact_block"] else ""
-        host = row["probed_step_ms"] and row["probed_step_ms"] - row["probed_graphs_ms"]
-        lines.append([
-            f"{row['text']}, {row['context']} x {row['batch']}", row["mode"] + setting, f"{row['tokens_per_second']:.0f}",
-            f"{row['ratio']:.2f}x", f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else "",
-            f"{row['tokens_per_check']:.1f}" if row["tokens_per_check"] else "", f"{row['step_ms']:.2f}",
-            f"{host:.2f}" if host else "", f"{row['sequences_identical_to_ar']} of {row['batch']}",
-            f"{row['peak_memory_gb']:.1f}",
-        ])  # fmt: skip
-    first = made[0]
-    header = ["text, context x batch", "mode", "tok/s", "ratio", "a round", "a dense check", "ms a step"]
-    header += ["of it host", "identical to ar", "peak GB"]
-    note = (
-        f"{first['card']}, {first['model']}, real weights in {first['dtype']}, acceptance measured, through the engine. A step "
-        "is a round, in mode exact a checked block; its host time is what the replayed graphs of one step leave of it. Rows that "
-        "differ from `ar` in a mode with the same output differ at near-ties of bf16 logits (top-2 gaps in the rows). "
-        f"`{first['command']}` at {first['commit']}."
-    )
-    return markdown(header, lines) + "\n\n" + note

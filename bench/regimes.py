@@ -25,8 +25,6 @@ from dustin.planning import AutoPlanner
 FILE = rows.RESULTS / "decode.jsonl"
 WIDE_BUDGET, RECTIFY_INTERVAL = 1024, 256
 MOST_DRAFTS, MOST_BLOCK = 8, 32
-# Provisional tokens of the checks whose outcome the planner is told.
-CHECKED = 16
 # What a round of a new shape takes longer the first time, kernels compiled: its graphs are recorded.
 WARM_UP_SECONDS = 0.3
 MODES, LOSSLESS = ("ar", "dense", "exact", "rectified", "sparse"), ("ar", "dense", "exact")
@@ -151,9 +149,10 @@ def auto_choice(pair: PairCosts, acceptance: Acceptance, cell: dict[str, Any], o
         shares = acceptance.shares_of(kind, MOST_DRAFTS)
         for _ in range(4):
             habit.observe([n for n, share in enumerate(shares) for _ in range(round(100 * share))], MOST_DRAFTS)
-    checked = acceptance.shares_of("check", CHECKED)
-    for n, share in enumerate(checked):
-        planner.habits.check(budget, [n] * round(100 * share), [CHECKED] * round(100 * share))
+    most = min(MOST_BLOCK, acceptance.most("check"))
+    kept = [n for n, share in enumerate(acceptance.shares_of("check", most)) for _ in range(round(100 * share))]
+    for _ in range(4):
+        planner.habits.check(budget, kept, [most] * len(kept))
     plan = planner.choose([context] * batch)
     parts = parts_of(cell["parts_ms"], budget)
     drafts = plan.num_draft_tokens

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
-from bench import decode_tables, exact_table, fidelity_required, fidelity_tables, rows, serve_tables
+from bench import decode_tables, exact_table, fidelity_required, fidelity_tables, regime_tables, rows, serve_tables
 from bench.decode_tables import markdown
 
 PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
@@ -165,6 +166,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "pair": pair,
     "decode": decode_tables.decode,
     "decode_parts": decode_tables.parts,
+    "regimes_7b": partial(regime_tables.regimes, "Qwen2.5-7B"),
+    "regimes_1_5b": partial(regime_tables.regimes, "Qwen2.5-1.5B"),
+    "auto": regime_tables.auto,
+    "real": regime_tables.real,
     "several_cards": decode_tables.several_cards,
     "attention": attention,
     "exact": exact_table.exact,

@@ -17,6 +17,9 @@ _SHARE_STEP = 0.04
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 # Agreement of the sparse target with the dense one, a token: the real pair measured 0.9 to 0.99, so one bad check says little.
 _CHECK_PRIOR, _CHECK_WEIGHT = 0.93, 8.0
+# Texts have easy and hard stretches, so a token whose predecessors were kept is kept more often: positions of a block that are
+# counted apart, and the weight that all of them together have for each.
+_SPANS, _SPAN_WEIGHT = (4, 8, 16), 12.0
 # Disagreement with dense attention falls by this power of the budget: .093, .073, .054 at 512, 1024, 2048 tokens of 32k.
 _BUDGET_POWER = 0.39
 # What one budget's evidence may count for another, in tokens.
@@ -221,6 +224,11 @@ class Costs:
         return here.seconds(size, zero) if there is None else there * self._ratio
 
 
+def _span_bounds() -> zip[tuple[int, int]]:
+    """First position and end of each span."""
+    return zip((0, *_SPANS), (*_SPANS, 1 << 30), strict=True)
+
+
 @dataclass
 class Habits:
     """What rounds bring, apart from the machine: acceptance in dense and in sparse rounds, agreement a checked token."""
@@ -229,6 +237,8 @@ class Habits:
     sparse: Acceptance = field(default_factory=Acceptance)
     # Budget -> tokens that dense checks kept, and tokens they tested.
     checks: dict[int, tuple[float, float]] = field(default_factory=dict)
+    # The same by position: budget -> for each span of positions in a block [kept, tested].
+    spans: dict[int, list[list[float]]] = field(default_factory=dict)
     # Sparse rounds of a block over those that mean acceptance promises: the last round overshoots, the slowest row counts.
     rounds_factor: float = 1.0
 
@@ -238,7 +248,9 @@ class Habits:
         for budget, (kept, checked) in self.checks.items():
             share = min(1.0, 8.0 / checked) if checked else 0.0
             checks[budget] = kept * share, checked * share
-        return Habits(self.dense.faded(8.0), self.sparse.faded(8.0), checks, self.rounds_factor)
+        # What is known by position is the shape of a curve, which the next text is likely to have too.
+        spans = {budget: [[0.3 * k, 0.3 * n] for k, n in known] for budget, known in self.spans.items()}
+        return Habits(self.dense.faded(8.0), self.sparse.faded(8.0), checks, spans, self.rounds_factor)
 
     def check(self, budget: int, kept: Sequence[int], offered: Sequence[int]) -> None:
         """One dense check: of offered[b] tokens the first kept[b] survived."""
@@ -246,6 +258,25 @@ class Habits:
         fade = math.exp(-tested / max(1, len(kept)) / _MEMORY_TOKENS)
         before = self.checks.get(budget, (0.0, 0.0))
         self.checks[budget] = before[0] * fade + sum(kept), before[1] * fade + tested
+        spans = self.spans.setdefault(budget, [[0.0, 0.0] for _ in range(len(_SPANS) + 1)])
+        for counts in spans:
+            counts[:] = (count * fade for count in counts)
+        for k, n in zip(kept, offered, strict=True):
+            for (first, last), counts in zip(_span_bounds(), spans, strict=True):
+                counts[0] += min(k, last) - min(k, first)
+                counts[1] += min(k + (k < n), last) - min(k + (k < n), first)
+
+    def agreed(self, budget: int, most: int, doubt: float = 0.0) -> list[float]:
+        """P(the first 0, 1, .. `most` tokens of a block survive its check); with `doubt` as in `agreement`."""
+        usual = self.agreement(budget)
+        better = self.agreement(budget, doubt) - usual
+        spans = self.spans.get(budget, [[0.0, 0.0]] * (len(_SPANS) + 1))
+        rates = [min(1.0, (k + usual * _SPAN_WEIGHT) / (n + _SPAN_WEIGHT) + better) for k, n in spans]
+        made = [1.0]
+        for (first, last), rate in zip(_span_bounds(), rates, strict=True):
+            for _ in range(min(last, most) - min(first, most)):
+                made.append(made[-1] * rate)
+        return made
 
     def agreement(self, budget: int, doubt: float = 0.0) -> float:
         """Chance that a sparse token survives its check; with `doubt`, so many standard errors better.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from dustin.blocks import block_course, block_tokens
@@ -41,10 +42,8 @@ class Outlook:
         checks = {block: self._check_seconds(costs, block, plain) for block in self._blocks if budgets}
         last = {n: self._last_seconds(costs, n, plain, dense.get(n, plain)) for n in (0, *self._drafts) if budgets}
         for budget in budgets:
-            agreed, kept, beta = [1.0], [0.0], habits.agreement(budget, doubt)
-            for _ in range(self._blocks[-1]):
-                agreed.append(agreed[-1] * beta)
-                kept.append(kept[-1] + agreed[-1])
+            agreed = habits.agreed(budget, self._blocks[-1], doubt)
+            kept = list(itertools.accumulate(agreed[1:], initial=0.0))
             sparse = {n: self._sparse_seconds(costs, n, budget, plain, dense.get(n, plain), length) for n in last}
             for (n, block), plan in self._exact[budget].items():
                 rounds, course = self._course(habits, n, block, batch)

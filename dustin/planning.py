@@ -31,7 +31,8 @@ _THINK_ROUNDS, _THINK_LATER, _SETTLED_ROUNDS = 4, 16, 32
 _KNOWN_TOKENS = 100.0
 # Agreement is known to a hundredth, which is several hundredths of speed: a budget is left for a clear gain only.
 _BUDGET_MARGIN = 1.06
-_DRAFTS, _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15), (4, 6, 8, 10, 12, 16, 24, 32, 64, 128)
+# With its pending token a block of 7, 11, .. fills the rows that a GPU's graphs are made for.
+_DRAFTS, _BLOCKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15), (4, 7, 11, 15, 23, 31, 63, 127)
 
 
 class AutoPlanner:
@@ -50,7 +51,8 @@ class AutoPlanner:
         self._in_use = budget
         self.prices = PriceList()
         self._drafts = sorted({n for n in _DRAFTS if n < most_drafts} | {most_drafts})
-        self._blocks = sorted({n for n in _BLOCKS if n < most_block} | {most_block})
+        blocks = [n for n in _BLOCKS if n <= most_block]
+        self._blocks = blocks if blocks and most_block - blocks[-1] <= 1 else [*blocks, most_block]
         self._outlook = Outlook(drafter, self._drafts, self._blocks, self._budgets)
         self._habits: Habits | None = None
         self._costs: Costs | None = None
@@ -128,7 +130,7 @@ class AutoPlanner:
         for kind, size, plan in probes:
             if self.costs.count(kind, size) < 2:
                 return plan
-        block = next((n for n in self._blocks if n >= 16), self._blocks[-1])
+        block = next((n for n in self._blocks if n >= 15), self._blocks[-1])
         plan = Plan("exact", middle if middle < block else 0, block, self._budget)
         if budgets and self.costs.count("check", block) < 2 and self._could_win(plan.family, budgets, self._speeds(budgets)):
             return plan
