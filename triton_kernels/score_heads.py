@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 
-from .attention_core import load_pages, resolve_scale
-from .runtime import FLOAT_DTYPES, INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two, precision_of
+from .attention_core import resolve_scale
+from .runtime import FLOAT_DTYPES, INTERPRETED, check_counts, check_pools, check_tensor, power_of_two, precision_of
+from .score_passes import score_logits_kernel, score_mass_kernel
 from .score_plan import (
     MAX_LAYERS,
     HeadGroups,
@@ -31,235 +31,6 @@ from .score_plan import (
 )
 
 __all__ = ["HeadGroups", "ScoreConfig", "ScoreWorkspace", "group_heads", "score_heads", "score_layers", "workspace_for"]
-
-
-@triton.jit
-def of_layer(layer, of_0, of_1, of_2, of_3, LAYERS: tl.constexpr):
-    """The pointer of a layer."""
-    chosen = of_0
-    if LAYERS > 1:
-        if layer == 1:
-            chosen = of_1
-    if LAYERS > 2:
-        if layer == 2:
-            chosen = of_2
-    if LAYERS > 3:
-        if layer == 3:
-            chosen = of_3
-    return chosen
-
-
-@triton.jit
-def load_queries(
-    q, head_table, b, group, rows, num_rows, dims, stride_qb, stride_qr, stride_qs, H: tl.constexpr, D: tl.constexpr,
-    FIRST: tl.constexpr = 0,
-):  # fmt: skip
-    """Query tile [BLOCK_D, M] of a kv group from dimension FIRST on and its valid rows [M]: row m is lookahead row m // H, group
-    head m % H."""
-    head = tl.load(head_table + group * H + rows % H)
-    valid = (rows // H < num_rows) & (head >= 0)
-    offset = b.to(tl.int64) * stride_qb + (rows // H).to(tl.int64) * stride_qr + head.to(tl.int64) * stride_qs
-    return tl.load(q + offset[None, :] + (FIRST + dims)[:, None], mask=valid[None, :] & (dims < D)[:, None], other=0.0), valid
-
-
-@triton.jit
-def key_logits(
-    q_tile, q_high, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
-    ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr = False,
-):  # fmt: skip
-    """Logits [BLOCK_N, M] of keys start + [0, BLOCK_N), -inf at and beyond `length`, whatever lies there: unscaled, or scaled
-    and in base 2 after a softcap. PACKED keys are bytes of two numbers: the low halves go with q_tile, the high ones with
-    q_high (which is q_tile where they are not)."""
-    if PAGE % BLOCK_N == 0:
-        rows = keys_of_head + (page.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
-    else:
-        # Both are powers of two: a tile is whole pages.
-        rows = keys_of_head + ((page * PAGE + keys % PAGE).to(tl.int64) * ROW)[:, None]
-    if D == BLOCK_D:
-        k = tl.load(rows + dims[None, :])
-    else:
-        k = tl.load(rows + dims[None, :], mask=(dims < D)[None, :], other=0.0)
-    if PACKED:
-        # Numbers of four bits are exact in any float type.
-        pair = k.to(tl.int32)
-        s = tl.dot(((pair << 28) >> 28).to(q_tile.dtype), q_tile, input_precision=PRECISION)
-        s += tl.dot((pair >> 4).to(q_tile.dtype), q_high, input_precision=PRECISION)
-    else:
-        s = tl.dot(k, q_tile, input_precision=PRECISION)
-    if SOFTCAP:
-        x = s * (scale_log2 * 0.6931471805599453) / softcap
-        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))) * 1.4426950408889634
-    if start + BLOCK_N > length:
-        if PDL:
-            # Long done. An effect keeps this a branch: selects would cost every tile.
-            tl.extra.cuda.gdc_launch_dependents()
-        s = tl.where((start + keys < length)[:, None], s, float("-inf"))
-    return s
-
-
-@triton.jit
-def score_logits_kernel(
-    q_0, q_1, q_2, q_3, k_0, k_1, k_2, k_3, page_table, lengths, num_rows, kv_heads, head_table,
-    weights, tops, lse, stats, counters,
-    stride_qb, stride_qr, stride_qs, stride_pt, nmax, num_chunks, scale_log2, softcap,
-    LAYERS: tl.constexpr, KVH: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    CHUNK: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    KEEP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Pass 1, program (chunk of CHUNK keys, layer and kv group, sequence)."""
-    begin_dependent(PDL)
-    chunk = tl.program_id(0)
-    group = tl.program_id(1)
-    b = tl.program_id(2)
-    length = tl.load(lengths + b)
-    fed = tl.load(num_rows + b)
-    if (chunk * CHUNK >= length) | (fed <= 0):
-        return
-    layer = group // KVH
-    q = of_layer(layer, q_0, q_1, q_2, q_3, LAYERS)
-    k_pool = of_layer(layer, k_0, k_1, k_2, k_3, LAYERS)
-    m = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    keys = tl.arange(0, BLOCK_N)
-    pages = page_table + b.to(tl.int64) * stride_pt
-    keys_of_head = k_pool + tl.load(kv_heads + group) * HEAD
-    page = load_pages(pages, chunk * CHUNK, keys, length, PAGE, BLOCK_N)
-    next_page = load_pages(pages, chunk * CHUNK + BLOCK_N, keys, length, PAGE, BLOCK_N)
-    factor = 1.0 if SOFTCAP else scale_log2
-    q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
-    q_high = q_tile
-    if PACKED:
-        q_high, _ = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D, D)
-    # A maximum for each strip of rows that one warp holds: no step of the loop has to wait for the other warps.
-    PARTS: tl.constexpr = BLOCK_N // (STRIPS * STRIP)
-    m_i = tl.full([STRIPS, BLOCK_M], float("-inf"), tl.float32)
-    # Sums stay spread over the rows of a tile until the end: one reduction less in every step.
-    sums = tl.zeros([PARTS, STRIPS, STRIP, BLOCK_M], tl.float32)
-    slab = b.to(tl.int64) * tl.num_programs(1) + group
-    lane = slab * BLOCK_M + m
-    # Whole tiles are kept, in rows of a multiple of eight weights: what lies beyond the length counts for nothing.
-    first_tile = slab * tl.cdiv(nmax, BLOCK_N)
-    place = keys[:, None] * ROWS + m[None, :]
-    strips = tl.arange(0, STRIPS)[:, None] * BLOCK_M + m[None, :]
-    stop = tl.minimum((chunk + 1) * CHUNK, length)
-    for start in range(chunk * CHUNK, stop, BLOCK_N):
-        start = tl.multiple_of(start, BLOCK_N)
-        s = key_logits(
-            q_tile, q_high, keys_of_head, page, start, keys, length, dims, scale_log2, softcap,
-            ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL, PACKED,
-        )  # fmt: skip
-        # Fetched two steps ahead: in the pipeline that copies K it would make every step wait for the K before it. The
-        # maximum is an operation: a value handed on as it is would keep the loop from being pipelined.
-        page = tl.maximum(next_page, 0)
-        next_page = load_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
-        s = tl.reshape(s, [PARTS, STRIPS, STRIP, BLOCK_M])
-        # The maximum of unscaled logits, so that scaling and shifting are one instruction (a scale is above 0).
-        m_new = tl.maximum(m_i, tl.max(tl.max(s, 0), 1) * factor)
-        # A strip whose keys all lie beyond the length keeps -inf; shifting by 0 instead keeps the exponentials free of NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * factor - shift[None, :, None, :])
-        if KEEP:
-            tile = first_tile + start // BLOCK_N
-            kept = tl.reshape(p, [BLOCK_N, BLOCK_M]).to(weights.dtype.element_ty)
-            tl.store(weights + tile * (BLOCK_N * ROWS) + place, kept, mask=(m < ROWS)[None, :])
-            tl.store(tops + tile * (STRIPS * BLOCK_M) + strips, shift)
-        sums = sums * tl.exp2(m_i - shift)[None, :, None, :] + p
-        m_i = m_new
-    best_of_chunk = tl.max(m_i, 0)
-    l_i = tl.sum(tl.sum(tl.sum(sums, 0), 1) * tl.exp2(m_i - best_of_chunk[None, :]), 0)
-    base = (lane * num_chunks + chunk) * 2
-    tl.store(stats + base, best_of_chunk, mask=valid)
-    tl.store(stats + base + 1, l_i, mask=valid)
-    tl.debug_barrier()
-    used_chunks = tl.cdiv(length, CHUNK)
-    if tl.atomic_add(counters + slab, 1, sem="acq_rel", scope="gpu") == used_chunks - 1:
-        chunks = tl.arange(0, BLOCK_C)
-        base_all = (lane[:, None] * num_chunks + chunks[None, :]) * 2
-        used = valid[:, None] & (chunks < used_chunks)[None, :]
-        best = tl.load(stats + base_all, mask=used, other=float("-inf"), cache_modifier=".cg")
-        parts = tl.load(stats + base_all + 1, mask=used, other=0.0, cache_modifier=".cg")
-        top = tl.where(valid, tl.max(best, 1), 0.0)
-        total = tl.sum(parts * tl.exp2(best - top[:, None]), 1)
-        tl.store(lse + lane, top + tl.log2(tl.where(valid, total, 1.0)), mask=valid)
-        tl.store(counters + slab, 0)
-
-
-@triton.jit
-def score_mass_kernel(
-    q_0, q_1, q_2, q_3, k_0, k_1, k_2, k_3, page_table, lengths, num_rows, kv_heads, head_table,
-    weights, tops, lse, scores,
-    stride_qb, stride_qr, stride_qs, stride_pt, nmax, scale_log2, softcap, weight,
-    LAYERS: tl.constexpr, KVH: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    KEEP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Pass 2, program (TILES tiles of BLOCK_N keys, sequence): sums rows, then kv groups and layers, in fixed order."""
-    begin_dependent(PDL)
-    start = tl.program_id(0) * (TILES * BLOCK_N)
-    # What pass 1 wrote last is read first: it still lies in the L2.
-    b = tl.num_programs(1) - 1 - tl.program_id(1)
-    length = tl.load(lengths + b)
-    fed = tl.load(num_rows + b)
-    position = start + tl.arange(0, TILES * BLOCK_N)
-    row_scores = scores + b.to(tl.int64) * nmax
-    if (start >= length) | (fed <= 0):
-        if not ADD:
-            tl.store(row_scores + position, tl.where(position < length, 0.0, float("-inf")), mask=position < nmax)
-        return
-    mass = tl.zeros([TILES * BLOCK_N], tl.float32)
-    if KEEP:
-        r = tl.arange(0, BLOCK_R)
-        tiles = tl.cdiv(nmax, BLOCK_N)
-        # Tiles of this program that pass 1 wrote.
-        written = tl.cdiv(length, BLOCK_N) - tl.program_id(0) * TILES
-        inside = tl.arange(0, TILES) < written
-        for group in range(LAYERS * KVH):
-            head = tl.load(head_table + group * H + r % H)
-            valid = (r // H < fed) & (head >= 0)
-            slab = b.to(tl.int64) * (LAYERS * KVH) + group
-            first = slab * tiles + tl.program_id(0) * TILES
-            place = tl.arange(0, TILES * BLOCK_N)[:, None] * ROWS + r[None, :]
-            kept = (place < written * (BLOCK_N * ROWS)) & (r < ROWS)[None, :]
-            p = tl.load(weights + first * (BLOCK_N * ROWS) + place, mask=kept, other=0.0)
-            strips = tl.arange(0, TILES)[:, None, None] * STRIPS + tl.arange(0, STRIPS)[None, :, None]
-            known = inside[:, None, None] & (r < BLOCK_M)[None, None, :]
-            top = tl.load(tops + first * (STRIPS * BLOCK_M) + strips * BLOCK_M + r[None, None, :], mask=known, other=0.0)
-            # Rows that do not count get an infinite log-sum-exp, hence mass 0.
-            shift = tl.load(lse + slab * BLOCK_M + r, mask=valid, other=float("inf"))
-            share = tl.exp2(top - shift[None, None, :])
-            p = tl.reshape(p.to(tl.float32), [TILES, BLOCK_N // (STRIPS * STRIP), STRIPS, STRIP, BLOCK_R])
-            mass += tl.reshape(tl.sum(p * share[:, None, :, None, :], 4), [TILES * BLOCK_N])
-    else:
-        m = tl.arange(0, BLOCK_M)
-        dims = tl.arange(0, BLOCK_D)
-        keys = tl.arange(0, BLOCK_N)
-        factor = 1.0 if SOFTCAP else scale_log2
-        pages = page_table + b.to(tl.int64) * stride_pt
-        page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
-        for group in range(LAYERS * KVH):
-            layer = group // KVH
-            q = of_layer(layer, q_0, q_1, q_2, q_3, LAYERS)
-            k_pool = of_layer(layer, k_0, k_1, k_2, k_3, LAYERS)
-            q_tile, valid = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D)
-            q_high = q_tile
-            if PACKED:
-                q_high, _ = load_queries(q, head_table, b, group, m, fed, dims, stride_qb, stride_qr, stride_qs, H, D, D)
-            s = key_logits(
-                q_tile, q_high, k_pool + tl.load(kv_heads + group) * HEAD, page, start, keys, length, dims, scale_log2, softcap,
-                ROW, D, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, PRECISION, PDL, PACKED,
-            )  # fmt: skip
-            slab = b.to(tl.int64) * (LAYERS * KVH) + group
-            shift = tl.load(lse + slab * BLOCK_M + m, mask=valid, other=float("inf"))
-            mass += tl.sum(tl.exp2(s * factor - shift[None, :]), 1)
-    mass = mass * (weight / fed.to(tl.float32))
-    if ADD:
-        mass += tl.load(row_scores + position, mask=position < length, other=0.0)
-        tl.store(row_scores + position, mass, mask=position < length)
-    else:
-        tl.store(row_scores + position, tl.where(position < length, mass, float("-inf")), mask=position < nmax)
 
 
 def score_heads(
@@ -360,7 +131,7 @@ def score_layers(
         "LAYERS": layers, "KVH": kv_groups, "H": per_group, "ROWS": shape.row_weights, "ROW": pool.stride(1),
         "HEAD": pool.stride(2), "D": dim, "BLOCK_D": power_of_two(dim, 16), "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.config.block_n, "STRIPS": shape.strips, "STRIP": 16,
-        "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep,
+        "PAGE": page_size, "SOFTCAP": softcap > 0, "KEEP": shape.keep, "DIRECT": shape.direct,
         "PRECISION": precision_of(first.dtype), "PDL": bool(options), "PACKED": pool.dtype == torch.int8,
         "num_warps": shape.config.num_warps,
         "num_stages": shape.config.num_stages, **options,

@@ -64,13 +64,14 @@ def group_layers(groups: tuple[HeadGroups, ...]) -> HeadGroups:
 @dataclass(frozen=True)
 class ScoreConfig:
     """Launch sizes: keys a tile, keys a chunk (a program of pass 1) at least, stages, warps, tiles a program of pass 2 (0: by
-    the rows)."""
+    the rows). `direct` stores 16-bit weights from the registers that hold them."""
 
     block_n: int = 128
     chunk: int = 1024
     num_stages: int = 3
     num_warps: int = 4
     mass_tiles: int = 0
+    direct: bool = False
 
 
 class ScoreWorkspace:
@@ -103,6 +104,7 @@ class ScoreShape:
     strips: int
     row_weights: int
     mass_tiles: int
+    direct: bool
 
     def workspace(self, dtype: torch.dtype, device: torch.device | str) -> ScoreWorkspace:
         return ScoreWorkspace(self.num_weights, self.num_tops, self.num_stats, self.num_lanes, dtype, device)
@@ -144,15 +146,19 @@ def score_shape(
     lanes = slabs * block_m
     tiles = triton.cdiv(nmax, config.block_n)
     # As the rows of a product lie on four warps: sixteen to each, again every sixty-four.
-    strips = 4 if config.block_n >= 64 else 1
-    # Whole vectors of eight, so that stores are wide.
+    strips = config.num_warps if config.block_n >= 16 * config.num_warps else 1
+    direct = config.direct and dtype != torch.float32
+    # Whole vectors of eight, so that stores are wide; stored directly, a thread writes two.
     row_weights = triton.cdiv(rows * per_group, 8) * 8
+    if direct and rows * per_group <= 4:
+        row_weights = power_of_two(rows * per_group, 2)
     weights, tops = (slabs * tiles * config.block_n * row_weights, lanes * tiles * strips) if keep else (0, 0)
     # Without kept weights a program has one tile: its products need the registers.
-    mass_tiles = (config.mass_tiles or max(1, 64 // power_of_two(row_weights))) if keep else 1
+    mass_tiles = (config.mass_tiles or min(8, max(1, 64 // power_of_two(row_weights)))) if keep else 1
     return ScoreShape(
-        config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips, row_weights, mass_tiles
-    )
+        config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips, row_weights, mass_tiles,
+        direct,
+    )  # fmt: skip
 
 
 def workspace_for(

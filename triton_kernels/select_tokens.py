@@ -57,11 +57,12 @@ def above_threshold(key, low, at_low, want, slack):
 
 
 @triton.jit
-def take_top(key, want):
-    """Mask of the `want` largest keys [N] uint32; among equal keys the lower positions; never a key of 0."""
+def take_top(key, want, slack):
+    """Mask of the largest keys [N] uint32, never a key of 0: at least `want` of them (or all), at most `slack` more. Without
+    slack exactly `want`, among equal keys the lower positions."""
     # At least `want` keys are >= low (or all are), fewer are >= high. One sum counts at two places: a third remains.
     high, low, at_low = extent(key)
-    while (high - low > 1) & (at_low > want) & (want > 0):
+    while (high - low > 1) & (at_low > want + slack) & (want > 0):
         first = low + tl.maximum((high - low) // 3, 1)
         second = low + tl.maximum((high - low) // 3 * 2, 1)
         if key.shape[0] < 65536:
@@ -73,7 +74,7 @@ def take_top(key, want):
         high = tl.where(at_second >= want, high, tl.where(at_first >= want, second, first))
         low = tl.where(at_second >= want, second, tl.where(at_first >= want, first, low))
         at_low = tl.where(at_second >= want, at_second, tl.where(at_first >= want, at_first, at_low))
-    return above_threshold(key, low, at_low, want, 0)
+    return above_threshold(key, low, at_low, want, slack)
 
 
 @triton.jit
@@ -156,9 +157,10 @@ def candidates_kernel(
     else:
         chosen = protected
         if HAS_DRAFT:
-            chosen = chosen | take_top(load_keys(draft + b * stride_d, position, there, free), by_draft)
+            chosen = chosen | take_top(load_keys(draft + b * stride_d, position, there, free), by_draft, by_draft // SLACK)
         if HAS_TARGET:
-            chosen = chosen | take_top(load_keys(target + b * stride_t, position, there, free), budget - sinks - recent)
+            by_target = budget - sinks - recent
+            chosen = chosen | take_top(load_keys(target + b * stride_t, position, there, free), by_target, by_target // SLACK)
     rank = tl.cumsum(chosen.to(tl.int32), 0)
     tl.store((candidates + slot * CAPACITY) + (rank - 1), position, mask=chosen & (rank <= CAPACITY))
     tl.store(num_candidates + slot, tl.sum(chosen.to(tl.int32), 0))
@@ -184,11 +186,11 @@ def choose_kernel(
     chosen = stored & ((position < sinks) | (position >= length - recent))
     if HAS_DRAFT:
         free = stored & (chosen == 0)
-        chosen = chosen | take_top(load_keys(draft + b * stride_d, position, there, free), by_draft)
+        chosen = chosen | take_top(load_keys(draft + b * stride_d, position, there, free), by_draft, 0)
     if HAS_TARGET:
         free = stored & (chosen == 0)
         left = budget - tl.sum(chosen.to(tl.int32), 0)
-        chosen = chosen | take_top(load_keys(target + b * stride_t, position, there, free), left)
+        chosen = chosen | take_top(load_keys(target + b * stride_t, position, there, free), left, 0)
     rank = tl.cumsum(chosen.to(tl.int32), 0)
     tl.store((indices + b * stride_i) + (rank - 1), position, mask=chosen & (rank <= budget))
     tl.store(counts + b, budget)

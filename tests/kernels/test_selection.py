@@ -9,12 +9,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_heads, score_layers, workspace_for  # noqa: E402
 from dustin.triton_kernels.select_tokens import select_tokens  # noqa: E402
-from tests.kernels.reference import check_parity, choose, head_scores, paged_case  # noqa: E402
+from tests.kernels.reference import check_parity, choose, head_scores, paged_case, relative_rms  # noqa: E402
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep,direct", [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("softcap,wide", [(0.0, False), (3.0, True), (0.0, True)])
-def test_scores(device: str, keep: bool, softcap: float, wide: bool) -> None:
+def test_scores(device: str, keep: bool, direct: bool, softcap: float, wide: bool) -> None:
     small = device == "cpu"
     heads = (6, 2, 16) if small else (28, 4, 128)
     lengths = [150, 20, 7] if small else [5000, 1024, 33]
@@ -26,7 +26,7 @@ def test_scores(device: str, keep: bool, softcap: float, wide: bool) -> None:
         queries = torch.randn(3, max(num_rows), len(query_heads), heads[2], device=device).to(dtype)
         groups = group_heads(query_heads, heads[0], heads[1], device)
         # Tiles wider than a page, and pages wider than a tile.
-        config = ScoreConfig(64 if wide else 16, 64 if small else 512, 3)
+        config = ScoreConfig(64 if wide else 16, 64 if small else 512, 3, direct=direct)
         workspace = workspace_for(3, max(num_rows), groups, columns, heads[2], dtype, keep, config)
         rows = torch.tensor(num_rows, dtype=torch.int32, device=device)
         want = head_scores(case, queries, [h // group for h in query_heads], num_rows, columns, softcap)
@@ -42,8 +42,8 @@ def test_scores(device: str, keep: bool, softcap: float, wide: bool) -> None:
             check_parity(scores[inside], want[inside] * factor, torch.float32 if dtype == torch.float32 else torch.float16)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_layers_share_launches(device: str, keep: bool) -> None:
+@pytest.mark.parametrize("keep,direct", [(True, False), (True, True), (False, False)])
+def test_layers_share_launches(device: str, keep: bool, direct: bool) -> None:
     """Layers with other heads and pools, one more than a launch takes and one of another shape; finished and empty rows between."""
     small = device == "cpu"
     heads, page_size = ((4, 2, 16), 16) if small else ((28, 4, 128), 32)
@@ -72,11 +72,41 @@ def test_layers_share_launches(device: str, keep: bool) -> None:
     for _ in range(2):
         score_layers(
             queries, [case.k_pool for case in cases], cases[0].page_table, cases[0].lengths, groups, scores,
-            num_rows=rows, weight=1 / len(chosen), keep_weights=keep, config=ScoreConfig(16, 32, 3) if small else None,
+            num_rows=rows, weight=1 / len(chosen), keep_weights=keep,
+            config=ScoreConfig(16, 32, 3, direct=direct) if small else ScoreConfig(128, 1024, direct=direct),
         )  # fmt: skip
         inside = ~want.isinf()
         assert torch.equal(scores.isinf(), ~inside)
         check_parity(scores[inside], want[inside], torch.float32 if small else torch.float16)
+
+
+SCORED = [((14, 2, 64), 4, 5, 3), ((64, 8, 128), 4, 1, 1), ((28, 4, 128), 9, 1, 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads,query_heads,rows,layers", SCORED)
+def test_stores_of_either_kind_agree(heads: tuple[int, int, int], query_heads: int, rows: int, layers: int) -> None:
+    """Weights stored from the registers of a product or through shared memory, in every tile size; repeats are bit-identical."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    lengths, num_rows = [9000, 1025, 0, 20000, 70], [rows, max(1, rows - 2), rows, 0, rows]
+    case = paged_case("cuda", torch.bfloat16, lengths=lengths, num_tokens=[0] * 5, tokens=1, heads=heads, page_size=64)
+    queries = [torch.randn(5, rows, query_heads, heads[2], device="cuda").bfloat16() for _ in range(layers)]
+    groups = [group_heads(range(query_heads), heads[0], heads[1], "cuda")] * layers
+    fed = torch.tensor(num_rows, dtype=torch.int32, device="cuda")
+    for block_n, num_stages, num_warps in ((64, 3, 4), (64, 4, 4), (128, 3, 4), (128, 3, 8)):
+        found = []
+        for direct in (False, True, True):
+            scores = torch.full((5, max(lengths)), float("nan"), device="cuda")
+            score_layers(
+                queries, [case.k_pool] * layers, case.page_table, case.lengths, groups, scores,
+                num_rows=fed, weight=1 / layers, keep_weights=True,
+                config=ScoreConfig(block_n, 1024, num_stages, num_warps, direct=direct),
+            )  # fmt: skip
+            found.append(scores)
+        inside = ~found[0].isinf()
+        assert torch.equal(found[1], found[2]) and torch.equal(inside, ~found[1].isinf())
+        assert relative_rms(found[1][inside], found[0][inside]) < 1e-6
 
 
 def test_no_query_rows_at_all_scores_zero(device: str) -> None:
