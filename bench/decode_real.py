@@ -27,8 +27,7 @@ from dustin.prefill import prefill
 
 OUT = result_rows.RESULTS / "decode.jsonl"
 ACCEPTANCE = result_rows.RESULTS / "acceptance.json"
-SIZES = ("8192x1", "8192x4", "8192x16", "32000x1", "32000x4", "32000x16")
-CELLS = ",".join(f"{text}:{size}" for text in ("code", "novel") for size in SIZES)
+CELLS = "8192x1,8192x4,8192x16,32000x1,32000x4,32000x16"
 LOSSLESS = ("ar", "dense", "exact", "auto")
 # A first, uncounted run of a mode records its graphs; modes whose rounds differ in size need more of it.
 WARM_TOKENS = {"auto": 128, "exact": 128}
@@ -247,7 +246,8 @@ def remember_acceptance(path: Path, cell: Cell, mode: str, outcome: Outcome, row
 @click.command()
 @click.option("--model", required=True, help="The target: folder, .gguf file or name.")
 @click.option("--draft-model", required=True)
-@click.option("--cells", default=CELLS, show_default=True, help="TEXT:CONTEXTxBATCH in turn, texts of bench/texts.py.")
+@click.option("--cells", default=CELLS, show_default=True, help="CONTEXTxBATCH or TEXT:CONTEXTxBATCH in turn.")
+@click.option("--texts", default="code,novel", show_default=True, help="Kinds of bench/texts.py for cells that name none.")
 @click.option("--modes", default="ar,dense,sparse,rectified,exact,auto", show_default=True)
 @click.option("--tokens", default=160, show_default=True)
 @click.option("--budget", default=1024, show_default=True)
@@ -265,7 +265,9 @@ def main(**opts: Any) -> None:
     began = time.perf_counter()
     session = dustin.load(opts["model"], opts["draft_model"], device="cuda")
     click.echo(f"loaded in {time.perf_counter() - began:.1f} s", err=True)
-    for place in opts["cells"].split(","):
+    named = [place for place in opts["cells"].split(",") if ":" in place]
+    sizes = [place for place in opts["cells"].split(",") if ":" not in place]
+    for place in [*named, *(f"{text}:{size}" for text in opts["texts"].split(",") for size in sizes)]:
         if time.perf_counter() - began > opts["limit"]:
             click.echo(f"left out: {place}", err=True)
             continue
