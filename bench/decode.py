@@ -22,7 +22,6 @@ from bench import rows as result_rows
 from bench.decode_acceptance import Acceptance, histogram
 from bench.decode_peers import transformers_rate
 from bench.decode_rounds import RoundOptions, Rounds, Side
-from dustin.backends.torch_triton.cuda_forward import Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured
 from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_1_5B, QWEN2_7B, random_weights
@@ -179,7 +178,14 @@ class DecodeBench:
         step = self.capture(state.plain_step)
         state.reset()
         seconds = self._loop(step, state, steps)[0]
-        self.record(batch, "ar", steps * batch, seconds, query_rows=1, step_ms=round(1e3 * seconds / steps, 3))
+        state.reset()
+        device, attention = 1e3 * gpu_ms(step), 1e3 * gpu_ms(self.capture(lambda: state.attend(1, False)))
+        took = 1e6 * seconds / steps
+        self.record(
+            batch, "ar", steps * batch, seconds, query_rows=1, step_ms=round(took / 1e3, 3), round_us=round(took, 1),
+            device_us=round(device, 1), host_us=round(took - device, 1), verify_attention_us=round(attention, 1),
+            verify_gemms_us=round(device - attention, 1),
+        )  # fmt: skip
 
     def _loop(self, graph: Captured, state: Rounds, count: int) -> tuple[float, int]:
         """Seconds and tokens of `count` replays, each followed by the one small read a round needs."""
@@ -226,22 +232,13 @@ class DecodeBench:
         verify = self.capture(lambda: state.verify(drafts))
         logits, queries = verify.outputs
         times["verify_us"] = gpu_ms(verify)
-        times["verify_attention_us"] = gpu_ms(self.capture(lambda: self._attention(state)))
+        attend = self.capture(lambda: state.attend(state.options.num_draft_tokens + 1, state.options.sparse))
+        times["verify_attention_us"] = gpu_ms(attend)
         times["verify_gemms_us"] = times["verify_us"] - times["verify_attention_us"]
         accept = self.capture(lambda: state.accept(drafts, logits, queries))
         state.reset()
         times["accept_us"] = gpu_ms(accept)
         return {name: round(1e3 * value, 1) for name, value in times.items()}
-
-    def _attention(self, state: Rounds) -> None:
-        """The verification's attention alone, all layers."""
-        forward, side = state.target.forward, state.target
-        tokens = torch.zeros(state.batch, state.options.num_draft_tokens + 1, dtype=torch.int32, device=self.device)
-        inputs = side_inputs(state, tokens)
-        config = forward.config
-        q = torch.randn(*tokens.shape, config.num_heads, config.head_dim, device=self.device).to(side.cache.pool.keys[0].dtype)
-        for layer in range(config.num_layers):
-            forward._attend(q, inputs, layer)
 
     def rectified(self, batch: int, interval: int = 256, cycles: int = 1) -> None:
         """Sparse rounds; every `interval` tokens all rows since the last time are computed again densely."""
@@ -273,22 +270,14 @@ class DecodeBench:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         counts.fill_(RECTIFY_CHUNK)
+        attention = gpu_ms(self.capture(lambda: state.attend(RECTIFY_CHUNK, False)), 1)
         self.record(
             batch, f"rectified {interval}", made, seconds, query_rows=self.num_drafts + 1,
             num_draft_tokens=self.num_drafts, budget=self.budget,
             acceptance_length=round(made / rounds / cycles / batch, 3), histogram=histogram(state.accepted),
             rectify_interval=interval, rectify_passes=passes, rectify_pass_ms=round(gpu_ms(chunk, 2), 2),
+            rectify_attention_ms=round(attention, 2),
         )  # fmt: skip
-
-
-def side_inputs(state: Rounds, tokens: torch.Tensor) -> Any:
-    """Inputs of a verification, for timing its attention alone."""
-    side, slots = state.target, None
-    if state.options.sparse:
-        slots = make_slots(
-            state.indices, state.counts, state.target_lengths, state.fed, side.cache.page_table, side.page_size, tokens.shape[1]
-        )
-    return Inputs(tokens, state.target_lengths, state.fed, side.cache.page_table, slots)
 
 
 @click.command()

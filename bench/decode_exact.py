@@ -81,12 +81,21 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
 
     run(1)
     seconds, total = run(checks)
-    restart()
-    state.target_lengths.fill_(bench.context + block - gamma)
-    state.set_lengths.copy_(state.target_lengths - 1)
-    state.draft_lengths.copy_(state.target_lengths)
+
+    def fill() -> None:
+        """As many provisional tokens as a block has at most."""
+        restart()
+        state.target_lengths.fill_(bench.context + block - gamma)
+        state.set_lengths.copy_(state.target_lengths - 1)
+        state.draft_lengths.copy_(state.target_lengths)
+
+    # Each check moves the lengths on; what sets them back is timed with it, and alone.
+    checked = gpu_ms(lambda: (fill(), graph()), 3) - gpu_ms(fill, 3)
+    drafted, attention = gpu_ms(bench.capture(state.propose)), gpu_ms(bench.capture(lambda: state.attend(block + 1, False)))
     bench.record(
         batch, f"exact {block}", total, seconds, query_rows=block + 1, num_draft_tokens=gamma, budget=bench.budget,
         acceptance_length=round(total / checks / batch, 3), histogram=histogram(tables["check"]), exact_block=block,
-        rounds_per_check=rounds, drafts_in_check=gamma, check_ms=round(gpu_ms(graph, 1), 2),
+        rounds_per_check=rounds, drafts_in_check=gamma, check_ms=round(checked, 2), block_ms=round(1e3 * seconds / checks, 2),
+        draft_us=round(1e3 * drafted, 1), verify_attention_us=round(1e3 * attention, 1),
+        verify_gemms_us=round(1e3 * (checked - drafted - attention), 1),
     )  # fmt: skip

@@ -188,6 +188,19 @@ class Rounds:
         self.unseen.copy_(drafts[:, gamma - 1])
         self.round.add_(1).remainder_(len(self.accepted))
 
+    def attend(self, rows: int, sparse: bool) -> None:
+        """The target's attention alone, all layers, over `rows` rows a sequence: of the set, or of everything."""
+        side, slots = self.target, None
+        config, table = side.forward.config, side.cache.page_table
+        fed = self.one * rows
+        if sparse:
+            slots = make_slots(self.indices, self.counts, self.target_lengths, fed, table, side.page_size, rows)
+        shape = (self.batch, rows, config.num_heads, config.head_dim)
+        q = torch.randn(shape, device=fed.device).to(side.cache.pool.keys[0].dtype)
+        inputs = Inputs(q[:, :, 0, 0], self.target_lengths, fed, table, slots)
+        for layer in range(config.num_layers):
+            side.forward._attend(q, inputs, layer)
+
     def whole(self) -> None:
         """One round. Scoring history beside the draft, on a stream of its own, was measured 4 % slower than after it."""
         drafts, lookahead = self.propose()
