@@ -25,16 +25,16 @@ from bench.fidelity_run import Bench
 @click.option("--model", default="Qwen2.5-Coder-1.5B-Instruct-eval", show_default=True)
 @click.option("--draft-model", default="Qwen2.5-Coder-0.5B-Instruct-eval", show_default=True)
 @click.option("--contexts", default="4096,8192,16384,32000", show_default=True, help="Tokens of the documents' prefixes.")
-@click.option("--documents", default=12, show_default=True)
+@click.option("--documents", type=click.IntRange(1), default=12, show_default=True)
 @click.option("--tokens", default=193, show_default=True, help="Continuation of a document, for chat and text.")
 @click.option("--questions", default=8, show_default=True, help="Questions a document and context.")
-@click.option("--at-once", default=36, show_default=True, help="Questions of one batch at the longest context.")
+@click.option("--at-once", type=click.IntRange(1), default=36, show_default=True, help="Questions of a batch, longest context.")
 @click.option("--drift-tokens", default=1025, show_default=True, help="0: no drift track.")
-@click.option("--gamma", default=5, show_default=True)
+@click.option("--gamma", type=click.IntRange(1, 15), default=5, show_default=True)
 @click.option("--seconds", default=3600.0, show_default=True, help="Leave out what does not fit in this time, loading included.")
 @click.option("--tracks", default=",".join(TRACKS), show_default=True, help="Parts to run.")
 @click.option("--regions", default="", help="Contexts whose regions have questions planted, besides --contexts.")
-@click.option("--lists", default=12, show_default=True, help="Lists of words (track words).")
+@click.option("--lists", type=click.IntRange(1), default=12, show_default=True, help="Lists of words (track words).")
 @click.option("--calibrate/--no-calibrate", default=False, help="Calibrate first; its profile joins the comparison.")
 @click.option("--calibration-seconds", default=90.0, show_default=True)
 @click.option(
@@ -68,15 +68,15 @@ def run(session: Any, opts: dict[str, Any]) -> None:
     tracks = opts["tracks"].split(",")
     if unknown := [name for name in tracks if name not in TRACKS]:
         raise click.UsageError(f"--tracks {unknown[0]!r}: expected some of {', '.join(TRACKS)}")
-    profiles = compared_profiles(session, opts)
-    bench = Bench(session, opts, profiles)
-    contexts = [int(c) for c in opts["contexts"].split(",")]
-    regions = sorted({*contexts, *(int(c) for c in opts["regions"].split(",") if c)})
+    contexts = _lengths("--contexts", opts["contexts"])
+    regions = sorted({*contexts, *(_lengths("--regions", opts["regions"]) if opts["regions"] else ())})
     longest, lists = max(contexts), ["words"] if "words" in tracks else []
     room = max(opts["tokens"], opts["drift_tokens"] if min(contexts) == longest else 0, 160) + 128
     most = session.target.spec.context_length
     if max(regions) + room > most:
         raise click.UsageError(f"context {max(regions)} and {room} tokens more do not fit the model's {most}")
+    profiles = compared_profiles(session, opts)
+    bench = Bench(session, opts, profiles)
     end = time.perf_counter() + (bench.deadline - time.perf_counter()) * (0.88 if lists and len(tracks) > 1 else 1.0)
     if [name for name in tracks if name != "words"]:
         _books(bench, contexts, regions, room, tracks, end)
@@ -86,6 +86,17 @@ def run(session: Any, opts: dict[str, Any]) -> None:
     click.echo(f"[{time.perf_counter() - bench.began:.0f}s] peak {session.backend.peak_memory_bytes() / 2**30:.1f} GiB", err=True)
     if bench.failed:
         raise click.ClickException("some cells failed: see FAILED above")
+
+
+def _lengths(name: str, text: str) -> list[int]:
+    """Token counts with commas between them. Raise UsageError on anything else."""
+    try:
+        made = [int(part) for part in text.split(",")]
+    except ValueError:
+        made = [0]
+    if min(made) < 1:
+        raise click.UsageError(f"{name} is {text!r}, expected numbers of tokens with commas between them, as 8192,16384")
+    return made
 
 
 def _books(bench: Bench, contexts: list[int], regions: list[int], room: int, tracks: list[str], end: float) -> None:
