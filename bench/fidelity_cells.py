@@ -38,7 +38,8 @@ class Cell:
 
 
 class Pair:
-    """Both models with the documents in their caches, at the longest context; `settle` goes down to a shorter one."""
+    """Both models with the documents in their caches, at the longest context; `settle` goes to another one: down for nothing, up
+    by reading again what was written over."""
 
     def __init__(
         self, session: Session, documents: list[Document], context: int, room: int, chunk: int, copies: int
@@ -46,6 +47,8 @@ class Pair:
         """Read all documents. There is memory for `copies` sequences more, in the same pool: graphs of a shape serve them too."""
         self.session, self.documents = session, documents
         self.chunk, self.longest, self.copies = chunk, context, copies
+        # Leading rows that still hold the documents.
+        self._intact = context
         models = [session.target, *([session.draft] if session.draft else [])]
         self.readings = []
         for model in models:
@@ -58,9 +61,13 @@ class Pair:
             )  # type: ignore[arg-type] # fmt: skip
 
     def settle(self, context: int) -> None:
-        """Both caches hold the first `context` tokens of every document."""
+        """Both caches hold the first `context` tokens of every document; what is appended then writes over the rows after them."""
         for reading in self.readings:
-            reading.cache.rollback([context] * len(self.documents))
+            reading.cache.rollback([min(context, self._intact)] * len(self.documents))
+            if context > self._intact:
+                again = [document.tokens[self._intact : context] for document in self.documents]
+                read_prompts(self.session.backend, reading.model, reading.cache, again, Tap({}), self.chunk)
+        self._intact = context
 
     @property
     def draft(self) -> Reading | None:
@@ -98,18 +105,21 @@ def text_replay(pair: Pair, context: int, tokens: int, gamma: int) -> Replay:
 
 
 def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> Scoring:
-    """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), or one of `profiles`.
+    """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), none, or one of `profiles`.
 
     With `/8` all tokens are scored every 8th round, in between a pool of POOL. With `+every4` the rows in flight choose anew at
-    every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers.
+    every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers, with
+    `kv` at the end each kv head its own.
     """
     if "+every" in name:
         first, _, again = name.partition("+every")
+        by_kv_head, again = again.endswith("kv"), again.removesuffix("kv")
         step, _, rank = again.partition("c")
         spec = session.target.spec
         layers = full_layers(spec)[int(step) // 2 :: int(step)]
         scoring = named_scoring(first, session, profiles)
-        return replace(scoring, reselection=all_heads(spec, layers), reselection_rank=int(rank or 0))
+        how = {"reselection_rank": int(rank or 0), "reselection_by_kv_head": by_kv_head}
+        return replace(scoring, reselection=all_heads(spec, layers), **how)
     if name.endswith("/8"):
         return replace(named_scoring(name[:-2], session, profiles), refresh=8, pool=POOL)
     target, draft = session.target.spec, session.draft.spec if session.draft else None
@@ -118,6 +128,9 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
         return profiles[name]
     if name == "heuristic":
         return base
+    if name == "none":
+        # For sets that layers choose themselves: nothing is scored before the forward.
+        return replace(base, target=Tap({}), draft=Tap({}))
     if name == "one":
         layer = min(full_layers(target), key=lambda i: abs(i - 0.65 * (target.num_layers - 1)))
         return replace(base, target=all_heads(target, [layer]))

@@ -53,6 +53,9 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
         ("--reselection-layers",), "Layers whose queries choose the set anew. Default: the profile's.", {"type": LayerList()},
     ),
     "reselection_rank": (("--reselection-rank",), "Numbers of a compact key (32, 64), 0: whole keys. Default: the profile's.", {}),
+    "reselection_by_kv_head": (
+        ("--reselection-by-kv-head",), "Whether each kv head chooses its own set. Default: the profile's.", {"type": bool},
+    ),
     "top_mass": (("--top-mass",), "Read no more than holds this share of the scores.", {"type": float}),
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
     "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),
@@ -228,6 +231,6 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 _NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}
 _SPARSE = (
     "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers",
-    "reselection_layers", "reselection_rank", "top_mass",
+    "reselection_layers", "reselection_rank", "reselection_by_kv_head", "top_mass",
 )  # fmt: skip
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")

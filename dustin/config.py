@@ -96,13 +96,14 @@ class EngineOptions:
 
     `lookahead_share` is m of METHOD 3: the share of the unprotected budget filled by draft scores; None takes the profile's.
     `profile` is a file of scoring heads that `dustin calibrate` wrote, `auto` (the one of this pair, else the heuristic) or
-    `none`. `dense_layers` ignore the set; at `reselection_layers` the rows in flight choose it anew, by compact keys of
-    `reselection_rank` numbers (0: whole keys); None takes the profile's. `top_mass` cuts each set to what holds that share of the
-    scores, so that the budget is only the most. `lookahead_lag` 1 uses
-    the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
-    `exact_block` is how many provisional tokens one dense check covers. A row drafts no more once the chance that its run of
-    drafts is kept falls below `min_draft_confidence` (0: off). `relaxed_weight` w and `route_confidence` P are lossy and off
-    at 0: drafted positions follow (1 - w) target + w draft; a draft whose distribution peaks at P or more is kept unchecked.
+    `none`. `dense_layers` ignore the set; `reselection_layers` choose sets of their own by the rows in flight, over compact keys
+    of `reselection_rank` numbers (0: whole keys), and with `reselection_by_kv_head` one for each kv head; None takes the
+    profile's. `top_mass` cuts each set to what holds that share of the scores, so that the budget is only the most.
+    `lookahead_lag` 1 uses the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
+    `exact_block` is how many tokens one dense check covers: provisional ones, then drafts. A row drafts no more once the
+    chance that its run of drafts is kept falls below `min_draft_confidence` (0: off). `relaxed_weight` w and `route_confidence`
+    P are lossy and off at 0: drafted positions follow (1 - w) target + w draft; a draft whose distribution peaks at P or more is
+    kept unchecked.
     """
 
     mode: str = "auto"
@@ -117,6 +118,7 @@ class EngineOptions:
     dense_layers: tuple[int, ...] | None = None
     reselection_layers: tuple[int, ...] | None = None
     reselection_rank: int | None = None
+    reselection_by_kv_head: bool | None = None
     top_mass: float | None = None
     lookahead_lag: int | None = None
     rectify_interval: int = 256

@@ -34,6 +34,7 @@ class Scoring:
     pool: int = 4096
     reselection: Tap = field(default_factory=lambda: Tap({}))
     reselection_rank: int = 0
+    reselection_by_kv_head: bool = False
     source: str = "heuristic"
 
     def pool_for(self, budget: int) -> int:
@@ -51,7 +52,8 @@ class Scoring:
         if self.dense_layers:
             parts.append("dense layers " + ", ".join(str(layer) for layer in self.dense_layers))
         if self.reselection.heads:
-            by = f" by compact keys of {self.reselection_rank}" if self.reselection_rank else ""
+            by = " by kv head" if self.reselection_by_kv_head else ""
+            by += f" by compact keys of {self.reselection_rank}" if self.reselection_rank else ""
             parts.append("chosen anew at layers " + _ranges(list(self.reselection.heads)) + by)
         return f"{self.source}, " + "; ".join(parts)
 

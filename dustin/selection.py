@@ -40,6 +40,8 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
         scoring = replace(scoring, reselection=Tap(dict.fromkeys(sorted(options.reselection_layers), heads)))
     if options.reselection_rank is not None:
         scoring = replace(scoring, reselection_rank=options.reselection_rank)
+    if options.reselection_by_kv_head is not None:
+        scoring = replace(scoring, reselection_by_kv_head=options.reselection_by_kv_head)
     if name in _EVERY_LAYER:
         if spec is None:
             raise UsageError(f"selector {name!r} looks at every layer: create_selector needs the target's spec")

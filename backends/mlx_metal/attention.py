@@ -139,6 +139,8 @@ class Forward:
         heads, width = list(again.heads[layer]), max(self.lengths)
         if not heads or min(heads) < 0 or max(heads) >= q.shape[2]:
             raise ValueError(f"reselection names heads {heads} of layer {layer}, expected some of 0 to {q.shape[2] - 1}")
+        if again.by_kv_head:
+            raise UsageError("reselection_by_kv_head is set, but backend mlx chooses by layer: leave --reselection-by-kv-head out")
         if again.rank:
             raise UsageError(f"reselection_rank is {again.rank}, but backend mlx keeps no compact keys: use --reselection-rank 0")
         ends = self.cache.lengths_array(self.lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,15 @@ def check_lengths(name: str, values: Sequence[int], batch: int, low: Sequence[in
         if not low[b] <= value <= high[b]:
             raise ValueError(f"{name}[{b}] is {value}, expected {low[b]} to {high[b]}")
     return tuple(int(value) for value in values)
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """One kv head of a layer: `keys`, `values` by layer [B, Nmax, 1, D], as attention takes a cache."""
+
+    keys: dict[int, Floats]
+    values: dict[int, Floats]
+    capacity: int
 
 
 class Cache:
@@ -84,6 +94,11 @@ class Cache:
         """Count the rows that every layer has written."""
         counts = self.check_room(num_tokens)
         self._lengths = tuple(length + count for length, count in zip(self._lengths, counts, strict=True))
+
+    def of_kv_head(self, layer: int, head: int) -> HeadView:
+        """What attention reads of one kv head of a layer."""
+        keys, values = (store[layer][:, :, head : head + 1] for store in (self.keys, self.values))
+        return HeadView({layer: keys}, {layer: values}, self.capacity)
 
     def rollback(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Shorten to lengths[b]; the dropped rows become NaN. Return how many each dropped. ValueError on a longer length."""

@@ -207,8 +207,18 @@ class NumpyModel:
             v[b, t] = self._linear(f"{name}self_attn.v_proj", x).reshape(c.num_kv_heads, c.head_dim)
         cache.write(i, num_tokens, k, v)
         attention = Attention(self.scale, self.softcap, self._windows[i])
-        own = reselected(token_set, q, cache, i, num_tokens, self.scale, self.softcap, self.compact)
-        return q, attention(q, cache, i, cache.lengths, num_tokens, own or set_of_layer(token_set, i))
+        again = None if token_set is None else token_set.reselection
+        how = (num_tokens, self.scale, self.softcap, self.compact)
+        if token_set is None or again is None or not again.by_kv_head or i not in again.heads:
+            own = reselected(token_set, q, cache, i, *how)
+            return q, attention(q, cache, i, cache.lengths, num_tokens, own or set_of_layer(token_set, i))
+        parts = []
+        for kv, part in enumerate(again.of_kv_heads(i, c.num_heads, c.num_kv_heads)):
+            own = reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, *how)
+            view = cache.of_kv_head(i, kv)
+            mine = np.split(q, c.num_kv_heads, axis=2)[kv]
+            parts.append(attention(mine, view, i, cache.lengths, num_tokens, own or set_of_layer(token_set, i)))
+        return q, np.concatenate(parts, axis=2)
 
     def _heads(self, name: str, x: Floats, position: int) -> Floats:
         """Projected, normed (QK-norm) and turned heads [H, D] of one token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,15 @@ __all__ = ["TorchCache", "available_bytes", "check_forward", "check_lengths"]
 def available_bytes(device: torch.device) -> int | None:
     """Free memory of the device, or None where nothing tells."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host_bytes()
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """One kv head of a layer: `keys`, `values` by layer [B, Nmax, 1, D] (views), as attention takes a cache."""
+
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
+    capacity: int
 
 
 class TorchCache(RaggedLengths):
@@ -64,6 +74,11 @@ class TorchCache(RaggedLengths):
     def flat_keys(self, layer: int) -> torch.Tensor:
         """A layer's keys as rows [B * Nmax, Hkv, D] (a view); see `places`."""
         return self.keys[layer].flatten(0, 1)
+
+    def of_kv_head(self, layer: int, head: int) -> HeadView:
+        """What attention reads of one kv head of a layer."""
+        keys, values = (store[layer][:, :, head : head + 1] for store in (self.keys, self.values))
+        return HeadView(dict.fromkeys((0, layer), keys), dict.fromkeys((0, layer), values), self.capacity)
 
     def places(self, indices: torch.Tensor) -> torch.Tensor:
         """Where tokens [B, n] of each sequence lie in `flat_keys`."""

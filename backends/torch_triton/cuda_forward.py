@@ -210,42 +210,53 @@ class DeviceForward:
         window = self.config.windows[index] or 0
         # A layer with a window keeps it and ignores the set.
         slots = None if window else inputs.slots_of(index)
-        chooses = inputs.again is not None and index in inputs.again.heads and index not in inputs.by_layer
-        if inputs.again is not None and chooses:
-            slots = self._choose(inputs.again, q, inputs, index)
         keys, values = self.pool.keys[index], self.pool.values[index]
+        if inputs.again is not None and index in inputs.again.heads and index not in inputs.by_layer and not window:
+            own = self._choose(inputs.again, q, inputs, index)
+            if len(own) == 1:
+                return self._sparse(q, keys, values, inputs, own[0], settled=False)
+            # A kv head is a pool of its own: strided rows, one head.
+            pools = zip(q.chunk(len(own), 2), own, *(x.split(1, 2) for x in (keys, values)), strict=True)
+            return torch.cat([self._sparse(part, k, v, inputs, one, settled=False) for part, one, k, v in pools], 2)
         if slots is None:
             return dense.dense_verify(
                 q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, window=window,
                 workspace=self._workspace(q, inputs.page_table.shape[1] * self.pool.page_size, sparse_keys=False),
             )  # fmt: skip
+        # The launch before wrote the queries and the in-flight rows; slots are older.
+        return self._sparse(q, keys, values, inputs, slots, settled=True)
+
+    def _sparse(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: Inputs, slots: Slots, settled: bool
+    ) -> torch.Tensor:
+        """Attention of q [B, T, H, D] over slots of keys and values [pages, page size, heads, D]."""
         rows = slots.slots.shape[1] - q.shape[1]
         return sparse.sparse_verify(
             q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, slots.indices[:, :rows], slots.counts,
-            slots=slots.slots, slot_counts=slots.counts, workspace=self._workspace(q, slots.slots.shape[1], sparse_keys=True),
-            config=self._sparse_config(q),
-            # The launch before wrote the queries and the in-flight rows; slots are older, unless they were chosen right here.
-            settled=not chooses,
+            slots=slots.slots, slot_counts=slots.counts,
+            workspace=self._workspace(q, slots.slots.shape[1], sparse_keys=True, heads=keys.shape[2]),
+            config=self._sparse_config(q, keys.shape[2]), settled=settled,
         )  # fmt: skip
 
-    def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> Slots:
-        """The set that the rows in flight choose at this layer."""
+    def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> list[Slots]:
+        """The set that the rows in flight choose at this layer, or one for each kv head."""
         pool, table = self.pool, inputs.page_table
         codes = None if again.compact is None else pool.compact[1][index]
-        indices, counts = again.choose(q, pool.keys[index], table, inputs.lengths, inputs.num_tokens, index, self.config, codes)
-        return make_slots(indices, counts, inputs.lengths, inputs.num_tokens, table, pool.page_size, q.shape[1])
+        made = again.choose(q, pool.keys[index], table, inputs.lengths, inputs.num_tokens, index, self.config, codes)
+        rest = (inputs.lengths, inputs.num_tokens, table, pool.page_size, q.shape[1])
+        return [make_slots(indices, counts, *rest) for indices, counts in made]
 
-    def _sparse_config(self, q: torch.Tensor) -> AttentionConfig:
+    def _sparse_config(self, q: torch.Tensor, kv_heads: int) -> AttentionConfig:
         batch, rows, heads, dim = q.shape
-        packed = rows * (heads // self.pool.keys[0].shape[2])
-        return attention_config(sparse.choose_config(packed, dim, q.dtype), batch, self.pool.keys[0].shape[2], packed, dim)
+        packed = rows * (heads // kv_heads)
+        return attention_config(sparse.choose_config(packed, dim, q.dtype), batch, kv_heads, packed, dim)
 
-    def _workspace(self, q: torch.Tensor, max_keys: int, sparse_keys: bool) -> AttentionWorkspace:
-        key = (*q.shape, max_keys, sparse_keys)
+    def _workspace(self, q: torch.Tensor, max_keys: int, sparse_keys: bool, heads: int = 0) -> AttentionWorkspace:
+        heads = heads or self.config.num_kv_heads
+        key = (*q.shape, max_keys, sparse_keys, heads)
         if key not in self._workspaces:
-            heads = self.config.num_kv_heads
             if sparse_keys:
-                plan = sparse.plan(q, heads, max_keys, self._sparse_config(q))
+                plan = sparse.plan(q, heads, max_keys, self._sparse_config(q, heads))
             else:
                 plan = dense.plan(q, heads, max_keys)
             self._workspaces[key] = AttentionWorkspace(plan.num_rows, q.shape[3], plan.num_counters, q.device)

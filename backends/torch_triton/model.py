@@ -148,11 +148,26 @@ class TorchModel:
             cache.write(i, where, k, v)
             if i in heads:
                 queries[i] = q[:, list(heads[i])]
-            own = ops.reselected(token_set, q, cache, i, counts, scale=self.scale, compact=self.compact)
-            attended = attention(q, cache, i, own or set_of_layer(token_set, i), self.config.windows[i])
+            attended = self._attended(attention, q, cache, i, counts, token_set)
             hidden = hidden + self._sum(linear(attended.flatten(1), layer.output))
             hidden = hidden + self._sum(self._mlp(layer, hidden))
         return hidden, queries
+
+    def _attended(
+        self, attention: Attention, q: torch.Tensor, cache: TorchCache, i: int, counts: Sequence[int], token_set: TokenSet | None
+    ) -> torch.Tensor:
+        """[R, Hq, D] of queries of that shape, through the layer's set or the one that they choose themselves."""
+        again, window = ops.reselection_at(token_set, i, q.shape[1]), self.config.windows[i]
+        how: dict[str, Any] = {"scale": self.scale, "compact": self.compact}
+        if token_set is None or again is None or not again.by_kv_head:
+            own = ops.reselected(token_set, q, cache, i, counts, **how)
+            return attention(q, cache, i, own or set_of_layer(token_set, i), window)
+        heads = self.config.num_kv_heads
+        parts = []
+        for kv, (part, mine) in enumerate(zip(again.of_kv_heads(i, q.shape[1], heads), q.chunk(heads, 1), strict=True)):
+            own = ops.reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, counts, **how)
+            parts.append(attention(mine.contiguous(), cache.of_kv_head(i, kv), i, own, window))  # type: ignore[arg-type]
+        return torch.cat(parts, 1)
 
     def _project(
         self, layer: Layer, hidden: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]

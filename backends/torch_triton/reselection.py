@@ -30,6 +30,7 @@ class Rechoice:
     num_recent_tokens: int
     max_rows: int
     compact: CompactKeys | None = None
+    by_kv_head: bool = False
 
     @classmethod
     def of(cls, again: Reselection | None, compact: CompactKeys | None, cache: Any) -> Rechoice | None:
@@ -40,7 +41,7 @@ class Rechoice:
             needed(compact, again.rank).catch_up(cache)
         layers = tuple(sorted((layer, tuple(heads)) for layer, heads in again.heads.items()))
         windows = (again.num_sink_tokens, again.num_recent_tokens)
-        return cls(layers, again.budget, *windows, again.max_rows, compact if again.rank else None)
+        return cls(layers, again.budget, *windows, again.max_rows, compact if again.rank else None, again.by_kv_head)
 
     @property
     def heads(self) -> dict[int, tuple[int, ...]]:
@@ -57,25 +58,45 @@ class Rechoice:
         layer: int,
         config: ModelConfig,
         codes: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """indices [B, budget] int32 and counts [B] int32 by the queries q [B, T, Hq, D] of `layer` over its keys [pages, page
-        size, Hkv, D], or their `codes` [pages * page size, Hkv, rank / 2]. Raise ValueError on heads that the layer lacks."""
+        size, Hkv, D], or their `codes` [pages * page size, Hkv, rank / 2]: one pair for all kv heads, or one for each.
+
+        Raise ValueError on heads that the layer lacks, and on a kv head without one.
+        """
         heads = self.heads[layer]
-        groups = group_heads(heads, config.num_heads, config.num_kv_heads, q.device)
-        rows = max(1, min(q.shape[1], self.max_rows, SCORE_ROWS // groups.heads.shape[1]))
+        group = config.num_heads // config.num_kv_heads
+        rows = max(1, min(q.shape[1], self.max_rows, SCORE_ROWS // group))
         chosen = q[:, :rows]
         if self.compact is not None and codes is not None:
             self._refresh(keys, codes, page_table, lengths, layer)
             chosen, keys = self.compact.queries(layer, chosen), codes.unflatten(0, keys.shape[:2])
+        parts = [heads]
+        if self.by_kv_head:
+            parts = [tuple(head for head in heads if head // group == kv) for kv in range(config.num_kv_heads)]
+        rest = (keys, page_table, lengths, num_tokens.clamp(max=rows))
+        return [self._choose(chosen, part, *rest, config) for part in parts]
+
+    def _choose(
+        self,
+        q: torch.Tensor,
+        heads: tuple[int, ...],
+        keys: torch.Tensor,
+        page_table: torch.Tensor,
+        lengths: torch.Tensor,
+        num_rows: torch.Tensor,
+        config: ModelConfig,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What some heads choose; q [B, R, Hq, D or rank]."""
+        groups, chosen = group_heads(heads, config.num_heads, config.num_kv_heads, q.device), q
         if heads != tuple(range(q.shape[2])):
             first, last = heads[0], heads[-1] + 1
             # Neighbours are a view; others are copied together, head by head: an index would have to come from the host.
             together = heads == tuple(range(first, last))
             chosen = chosen[:, :, first:last] if together else torch.stack([chosen[:, :, head] for head in heads], 2)
         scores = torch.empty(len(q), page_table.shape[1] * keys.shape[1], dtype=torch.float32, device=q.device)
-        score_heads(
-            chosen, keys, page_table, lengths, groups, scores, num_rows=num_tokens.clamp(max=rows), scale=config.head_dim**-0.5
-        )
+        scale = config.head_dim**-0.5
+        score_heads(chosen, keys, page_table, lengths, groups, scores, num_rows=num_rows, scale=scale)
         if self.budget > MAX_SELECTED:
             return ops.choose(scores, lengths, self.budget, self.num_sink_tokens, self.num_recent_tokens)
         return select_tokens(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 Array = Any
@@ -54,7 +54,8 @@ class Reselection:
     `heads` maps each to the query heads that score there, whose keys are read whole. It reads sinks, recent tokens, then the
     best by the mean over those heads and a sequence's first `max_rows` valid rows of the softmax over [0, lengths[b]);
     `budget` tokens in all, ties to the lower index. With `max_rows` 1 the set depends on committed tokens alone, whatever was
-    drafted. With a `rank` the softmax is over compact keys of that many numbers (see CompactModel) instead of whole ones.
+    drafted. With a `rank` the softmax is over compact keys of that many numbers (see CompactModel) instead of whole ones. With
+    `by_kv_head` each kv head reads what the scoring heads among its own query heads choose; each needs one at least.
     """
 
     heads: Mapping[int, tuple[int, ...]]
@@ -63,6 +64,18 @@ class Reselection:
     num_recent_tokens: int
     max_rows: int = 16
     rank: int = 0
+    by_kv_head: bool = False
+
+    def of_kv_heads(self, layer: int, num_heads: int, num_kv_heads: int) -> list[Reselection]:
+        """One for each kv head, with its share of the scoring heads. Raise ValueError where a kv head has none."""
+        group = num_heads // num_kv_heads
+        made = []
+        for kv in range(num_kv_heads):
+            own = tuple(head for head in self.heads[layer] if head // group == kv)
+            if not own:
+                raise ValueError(f"reselection by kv head has no scoring head of kv head {kv} in layer {layer}")
+            made.append(replace(self, heads={layer: own}, by_kv_head=False))
+        return made
 
 
 @dataclass

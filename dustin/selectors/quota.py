@@ -62,7 +62,10 @@ class QuotaSelector(BaseSelector):
         # With the lag, no set may depend on the drafts that it will judge: the pending token's queries alone choose.
         rows = 1 if options.lookahead_lag == 1 else RESELECTION_ROWS
         windows = (options.num_sink_tokens, options.num_recent_tokens)
-        return Reselection(tap.heads, options.budget, *windows, rows, self._scoring.reselection_rank)
+        scoring = self._scoring
+        return Reselection(
+            tap.heads, options.budget, *windows, rows, scoring.reselection_rank, scoring.reselection_by_kv_head
+        )  # fmt: skip
 
     @property
     def compact_rank(self) -> int:

@@ -113,6 +113,8 @@ CASES = {
     "every layer": Reselection({layer: (0, 1, 2, 3) for layer in range(3)}, 20, 0, 1),
     "first row": Reselection({1: (1,)}, BUDGET, 2, 4, max_rows=1),
     "all fit": Reselection({1: (1,)}, 200, 2, 4),
+    "kv heads": Reselection({0: (0, 1, 2, 3), 2: (1, 2, 3)}, BUDGET, 2, 4, by_kv_head=True),
+    "kv heads, compact": Reselection({1: (0, 1, 2, 3)}, BUDGET, 2, 4, rank=32, by_kv_head=True),
     "compact": Reselection({0: (0, 1, 2, 3), 2: (1,)}, BUDGET, 2, 4, rank=32),
 }
 TEXT = [(7 * i * i + i) % 50 for i in range(48)]
@@ -250,9 +252,9 @@ def test_mlx_equals_numpy(tmp_path):
     model, twin = backend.load(folder, dtype="float32"), reference.load(folder)
     caches = filled(reference, twin), filled(backend, model)
     for name, again in CASES.items():
-        if again.rank:
-            with pytest.raises(UsageError, match="keeps no compact keys"):
-                logits_of(backend, model, dataclasses.replace(again, rank=32), (), caches[1])
+        if again.rank or again.by_kv_head:
+            with pytest.raises(UsageError, match="keeps no compact keys|chooses by layer"):
+                logits_of(backend, model, again, (), caches[1])
             caches[1].rollback(LENGTHS)
             continue
         want = logits_of(reference, twin, again, (), caches[0])
