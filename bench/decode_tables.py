@@ -8,6 +8,8 @@ from bench import rows
 
 FILE = rows.RESULTS / "decode.jsonl"
 LONG = 31744
+USUAL_BUDGET = 512
+DEFAULT = "2 layers + 3 draft layers, all heads"
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -17,9 +19,22 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def whole_rounds() -> list[dict[str, Any]]:
-    """Rows of rounds that ran whole at 32k on one card, random weights."""
-    made = [row for row in rows.read(FILE) if row.get("ratio") is not None and row["weights"] == "random"]
-    return [row for row in made if row["context"] == LONG and not row.get("regime") and not row.get("tensor_parallel")]
+    """Rows of rounds that ran whole at 32k on one card, random weights (and of what did not fit there)."""
+    made = [row for row in rows.read(FILE) if row["weights"] == "random" and row["context"] == LONG]
+    shown = [row for row in made if row.get("ratio") is not None or row.get("out_of_memory")]
+    return [row for row in shown if not row.get("regime") and not row.get("tensor_parallel")]
+
+
+def _label(row: dict[str, Any]) -> str:
+    drafts = f", {row['num_draft_tokens']} drafts" if row.get("num_draft_tokens") else ""
+    budget = f", budget {row['budget']}" if row.get("budget") not in (None, USUAL_BUDGET) else ""
+    return row["mode"] + drafts + budget
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row.get("out_of_memory"):
+        return "out of memory"
+    return f"{row['tokens_per_second']:.0f} ({row['ratio']:.2f}x)"
 
 
 def decode() -> str:
@@ -28,18 +43,17 @@ def decode() -> str:
     batches = sorted({row["batch"] for row in made})
     cells: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in made:
-        drafts = f", {row['num_draft_tokens']} drafts" if row.get("num_draft_tokens") else ""
         plain = row["mode"].split(" ")[0] in ("ar", "transformers") or row["mode"] == "dense"
         replayed = (row.get("acceptance") or "").partition("measured on ")[2] or "geometric, 0.80 a draft"
-        key = (row["mode"] + drafts, "" if plain else row["scoring"], "" if plain and not drafts else replayed)
-        cells.setdefault(key, {})[row["batch"]] = f"{row['tokens_per_second']:.0f} ({row['ratio']:.2f}x)"
+        key = (_label(row), "" if plain else row["scoring"], replayed if row.get("num_draft_tokens") else "")
+        cells.setdefault(key, {})[row["batch"]] = _cell(row)
     lines = [[*key, *(cell.get(batch, "") for batch in batches)] for key, cell in cells.items()]
     first = made[0]
     note = (
         "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
         f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
-        f"budget 512; acceptance replayed, not measured here; commands and commits are in the rows, the first is "
-        f"`{first['command']}` at {first['commit']}."
+        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; commands and commits are in the rows, "
+        f"the first is `{first['command']}` at {first['commit']}."
     )
     return markdown(["mode", "scoring heads", "acceptance", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
 
@@ -47,12 +61,21 @@ def decode() -> str:
 def parts() -> str:
     """Where a round's time goes, in milliseconds."""
     names = ("round", "draft", "score", "select", "verify_attention", "verify_gemms", "accept", "host")
-    lines = [
-        [f"{row['mode']}, {row['num_draft_tokens']} drafts, batch {row['batch']}", *(_ms(row.get(f"{name}_us")) for name in names)]
-        for row in whole_rounds()
-        if "round_us" in row and row.get("relative_rms") is not None
-    ]
-    note = "Milliseconds; each part captured and timed alone, host is what the whole round takes beyond its graph."
+    lines = []
+    for row in whole_rounds():
+        if row.get("verify_attention_us") is None or (row["scoring"], row["mode"]) in ((DEFAULT, "ar"),):
+            continue
+        if row.get("exact_block"):
+            text = f"the check of {_label(row)}, after {row['rounds_per_check']} sparse rounds"
+            row = row | {"round_us": 1e3 * row["check_ms"]}
+        else:
+            text = _label(row)
+        heads = "" if row["mode"] == "ar" else ", " + row["scoring"]
+        lines.append([f"{text}, batch {row['batch']}{heads}", *(_ms(row.get(f"{name}_us")) for name in names)])
+    note = (
+        "Milliseconds; each part captured and timed alone, host is what the whole round takes beyond its graph. The check of a "
+        "block includes the drafts that end it."
+    )
     return markdown(["", *(name.replace("_", " ") for name in names)], lines) + "\n\n" + note
 
 
