@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from bench import fidelity, fidelity_cells, fidelity_documents, fidelity_required, fidelity_tables, selectors
 from bench.fidelity_plan import ASKED, BUDGETS, PEERS, TRACKS
+from dustin.generation import load
+from dustin.interfaces import Tap
+from dustin.reading import read_prompts
 from tests.tiny_model import write
 
 CONTEXTS = ("1600", "3200")
@@ -108,6 +112,21 @@ def test_the_tables_show_the_rows(made: list[dict[str, Any]], tmp_path: Path, mo
     assert "| text: perplexity ratio | 1024 |" in fidelity_required.budgets()
     assert "common words" in fidelity_tables.kinds()
     assert "dense attention, share of all points" in fidelity_tables.tasks()
+
+
+def test_documents_come_back_after_a_shorter_context(models: list[str]) -> None:
+    session = load(*models, device="cpu", dtype="float32")
+    documents = fidelity_documents.make(session.tokenizer, [1600], 2, 8, 0)
+    pair = fidelity_cells.Pair(session, documents, 1600, 64, 256, 0)
+    whole = [reading.cache.dump(1) for reading in pair.readings]
+    pair.settle(1500)
+    for reading in pair.readings:
+        read_prompts(session.backend, reading.model, reading.cache, [[7] * 40] * 2, Tap({}), 256)
+    pair.settle(1600)
+    for reading, rows in zip(pair.readings, whole, strict=True):
+        assert reading.cache.lengths == (1600, 1600)
+        for mine, before in zip(reading.cache.dump(1), rows, strict=True):
+            np.testing.assert_allclose(mine, before, rtol=1e-3, atol=1e-4)
 
 
 def test_an_unknown_track_is_named(models: list[str], tmp_path: Path) -> None:
