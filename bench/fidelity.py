@@ -18,7 +18,7 @@ import click
 from bench.fidelity_cells import Cell, Pair, Way, chat_replay, named_scoring, text_replay
 from bench.fidelity_documents import make, word_lists
 from bench.fidelity_plan import SHORT, TRACKS, best_heads, compared_profiles, fitting, further, of_text, required, shares, ways_of
-from bench.fidelity_run import Bench
+from bench.fidelity_run import Bench, plain
 
 
 @click.command()
@@ -75,6 +75,7 @@ def run(session: Any, opts: dict[str, Any]) -> None:
     most = session.target.spec.context_length
     if max(regions) + room > most:
         raise click.UsageError(f"context {max(regions)} and {room} tokens more do not fit the model's {most}")
+    plain(session.backend)
     profiles = compared_profiles(session, opts)
     bench = Bench(session, opts, profiles)
     end = time.perf_counter() + (bench.deadline - time.perf_counter()) * (0.88 if lists and len(tracks) > 1 else 1.0)

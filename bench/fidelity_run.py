@@ -29,6 +29,14 @@ from bench.fidelity_plan import ASKED
 OUT = rows.RESULTS / "fidelity.jsonl"
 
 
+def plain(backend: Any) -> None:
+    """Cells try many budgets once: no kernel of the selection is compiled for each, and no graph of it is kept."""
+    if hasattr(backend, "plain_selection"):
+        backend.plain_selection = True
+    if (replays := getattr(backend, "_replays", None)) is not None:
+        replays.enabled = False
+
+
 class Bench:
     """One session's rows."""
 
@@ -40,9 +48,7 @@ class Bench:
         self.deadline = self.began + opts["seconds"]
         self.failed = False
         self.documents: list[Document] = []
-        # Cells try many budgets once: no kernel of the selection is compiled for each.
-        if hasattr(session.backend, "plain_selection"):
-            session.backend.plain_selection = True
+        plain(session.backend)
         self.out = Path(opts["out"] or OUT)
         if not opts["append"]:
             self.out.unlink(missing_ok=True)
