@@ -56,6 +56,9 @@ def prepare(selector: Selector, target: Model, tokenizer: Tokenizer | None) -> N
         return
     if not isinstance(target, CompactModel):
         raise UsageError(f"reselection_rank is {rank}, but this backend keeps no compact keys: use --reselection-rank 0")
+    if rank > target.spec.head_dim:
+        most = target.spec.head_dim
+        raise UsageError(f"reselection_rank is {rank}, expected at most the {most} numbers of a key of {target.spec.name}")
     if tokenizer is None:
         raise UsageError(f"reselection_rank is {rank}, and a session without tokenizer has no text to fit compact keys to: use 0")
     from dustin.calibration import reference_text  # Calibration is heavy, and few sessions need its text.

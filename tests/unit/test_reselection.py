@@ -302,3 +302,77 @@ def test_under_the_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_selector_asks_for_it_and_counts_it():
+    from dustin.config import EngineOptions
+    from dustin.errors import UsageError
+    from dustin.interfaces import ModelSpec
+    from dustin.profile_file import Profile, from_json, to_json
+    from dustin.scoring import ReadBytes, Scoring, all_heads
+    from dustin.selection import create_selector
+
+    spec = ModelSpec("m", "a", 4, 8, 2, 64, 100, 4096, "bfloat16", "f", sliding_layers=(1,), bytes_per_kv_token=4 * 2 * 2 * 64 * 2)
+    options = EngineOptions(budget=64, reselection_layers=(3, 0), reselection_rank=32, reselection_by_kv_head=True)
+    selector = create_selector(options, Scoring(Tap({2: (0,)}), Tap({})), spec)
+    assert selector.compact_rank == 32
+    scoring = selector._scoring
+    assert list(scoring.reselection.heads) == [0, 3]
+    assert "chosen anew at layers 0, 3 by kv head by compact keys of 32" in scoring.describe()
+    # Two layers of four, 16 bytes for each of the two kv heads of a token; whole keys are 128 bytes.
+    assert ReadBytes(spec).reselection(scoring, 10) == 10 * 2 * 2 * 16
+    assert ReadBytes(spec).reselection(dataclasses.replace(scoring, reselection_rank=0), 10) == 10 * 2 * 2 * 128
+    for bad, said in (((4,), "names layer 4, expected 0 to 3"), ((1,), "names layer 1, which has a sliding window")):
+        with pytest.raises(UsageError, match=said):
+            create_selector(dataclasses.replace(options, reselection_layers=bad), scoring, spec)
+    with pytest.raises(UsageError, match="reselection_rank is 8, expected 0 .whole keys., 32 or 64"):
+        EngineOptions(reselection_rank=8)
+    profile = Profile("p", ("f",), (), scoring)
+    assert from_json(to_json(profile), "here").scoring == dataclasses.replace(scoring, source="profile p")
+    old = to_json(profile)
+    for name in ("reselection_heads", "reselection_rank", "reselection_by_kv_head"):
+        del old["scoring"][name]
+    assert not from_json(old, "here").scoring.reselection.heads
+    assert all_heads(spec, [0, 3]) == scoring.reselection
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_engines_run_with_it_and_exact_stays_exact(tmp_path, lag):
+    from dustin.config import EngineOptions, RequestOptions
+    from dustin.generation import load
+    from tests import tiny_model
+
+    folder = tiny_model.write(tmp_path / "model", num_hidden_layers=3, head_dim=32, hidden_size=64)
+    prompt = [(11 * i * i + 5 * i) % 200 + 3 for i in range(120)]
+    made = {}
+    for mode in ("ar", "sparse", "exact"):
+        options = EngineOptions(
+            mode=mode, drafter="none" if mode == "ar" else "lookup", selector="history", budget=48, profile="none",
+            reselection_layers=(0, 2), reselection_rank=32, reselection_by_kv_head=True, lookahead_lag=lag,
+        )  # fmt: skip
+        session = load(str(folder), None, device="cpu", dtype="float32", options=options)
+        made[mode] = session.generate(prompt, RequestOptions(max_tokens=24, ignore_eos=True)).tokens
+        if mode != "ar":
+            assert session.target.compact is not None
+    assert made["exact"] == made["ar"]
+    assert len(made["sparse"]) == 24
+
+
+def test_compact_keys_want_a_text_and_room(tmp_path):
+    from dustin.config import EngineOptions
+    from dustin.errors import UsageError
+    from dustin.generation import load
+    from dustin.scoring import Scoring
+    from dustin.selection import create_selector, prepare
+    from tests import tiny_model
+
+    session = load(str(tiny_model.write(tmp_path / "model")), None, device="cpu", dtype="float32")
+    options = EngineOptions(reselection_layers=(0,), reselection_rank=32)
+    selector = create_selector(options, Scoring(Tap({}), Tap({})), session.target.spec)
+    with pytest.raises(UsageError, match="reselection_rank is 32, expected at most the 8 numbers of a key"):
+        prepare(selector, session.target, session.tokenizer)
+    wide = load(str(tiny_model.write(tmp_path / "wide", head_dim=32)), None, device="cpu", dtype="float32")
+    with pytest.raises(UsageError, match="no text to fit compact keys to"):
+        prepare(selector, wide.target, None)
+    with pytest.raises(UsageError, match="this backend keeps no compact keys"):
+        prepare(selector, object(), wide.tokenizer)
