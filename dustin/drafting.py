@@ -208,6 +208,10 @@ class ModelDrafter(NoDrafter):
             return None
         token_set = state.draft_set if self._options.sparse_draft else None
         before, steps = cache.lengths, state.max_drafts
+        longest = max(n + count for n, count in zip(before, counts, strict=True) if count)
+        if longest + state.planned - 1 <= cache.capacity:
+            # Fewer steps would be another shape, to be recorded first; verification takes no more than it is told to.
+            steps = max(steps, state.planned)
         made = self._draft.draft_greedy(
             fed, counts, cache, steps, token_set=token_set, set_lengths=state.set_lengths, tap=self._last_row_tap
         )

@@ -192,9 +192,12 @@ class Engine:
         limits = tuple(
             max(0, min(row.drafts_worth(least, most), row.remaining - 1)) if row.row in taking else 0 for row in self.rows
         )
-        self._uniforms = [
-            row.uniforms.draw(2 * self.options.num_draft_tokens + 1) if row.row in taking else [] for row in self.rows
-        ]
+        drawn = 2 * self.options.num_draft_tokens + 1
+        if self.warp.greedy and not self.warp.penalised:
+            # Nothing looks at them.
+            self._uniforms = [[0.0] * drawn if row.row in taking else [] for row in self.rows]
+        else:
+            self._uniforms = [row.uniforms.draw(drawn) if row.row in taking else [] for row in self.rows]
         # Queries of a draft model serve the selection even where nothing may be drafted any more.
         wants_lookahead = sparse and most > 0 and self.drafter.tap is not None and self.selector.needs_lookahead
         if not any(limits) and not wants_lookahead:
@@ -213,6 +216,7 @@ class Engine:
             set_lengths=tuple(n if b in taking else self.target_cache.capacity for b, n in enumerate(self.memory.set_lengths)),
             select=lambda: self.select(Drafts(None, limits), taking),
             may_stop=not sparse,
+            planned=most,
         )
         return self.drafter.propose(state)
 

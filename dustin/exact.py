@@ -111,10 +111,14 @@ def _dense_check(
     probabilities = None
     if any(counts) and any(judged_by):
         probabilities = backend.ragged_rows([parts[:n] for parts, n in zip(judged_by, counts, strict=True)])
-    drafts = Drafts(backend.tokens(offered) if any(counts) else None, counts, probabilities)
+    width = max(counts)
+    if engine.chosen.exact_block < getattr(backend, "recorded_rows", 0) and engine.warp.greedy and not engine.warp.penalised:
+        # A check of fewer rows would be another shape, to be recorded first.
+        width = max(width, engine.chosen.exact_block)
+    wide = [[*tokens, *[0] * (width - len(tokens))] for tokens in offered]
+    drafts = Drafts(backend.tokens(wide) if any(counts) else None, counts, probabilities)
     taking = {row.row for row in engine.rows if row.active}
     out = engine.verify(drafts, taking, None)
-    width = max(counts)
     accept = padded([row.uniforms.draw(n) if row.row in taking else [] for row, n in zip(engine.rows, counts, strict=True)], width)
     final = [row.uniforms.draw(1)[0] if row.row in taking else 0.0 for row in engine.rows]
     verdict = engine.rule.judge(backend, drafts, out.logits, engine.warp, engine.penalty_context(), accept, final)

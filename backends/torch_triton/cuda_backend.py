@@ -18,7 +18,7 @@ from dustin.backends.torch_triton.cache import check_lengths
 from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_memory import named_shortage
-from dustin.backends.torch_triton.cuda_model import CudaModel
+from dustin.backends.torch_triton.cuda_model import MAX_GRAPH_ROWS, CudaModel
 from dustin.backends.torch_triton.cuda_replay import Inputs, Replays
 from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.interfaces import Tap, TokenSet, Verdict
@@ -38,6 +38,8 @@ class CudaBackend(TorchBackend):
 
     # The selection kernel is compiled for every budget and share: calibration, which tries many once, goes without it.
     plain_selection = False
+    # Model calls of up to this many rows a sequence are recorded as graphs, one for each shape: few shapes are worth padding.
+    recorded_rows = MAX_GRAPH_ROWS
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)

@@ -12,12 +12,13 @@ import torch
 from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, Slots, make_slots
 from dustin.backends.torch_triton.cuda_fused import extend_set
-from dustin.backends.torch_triton.cuda_graphs import Captured
+from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes
 from dustin.backends.torch_triton.ops import host_values
 from dustin.interfaces import TokenSet
 
-# Rows that may join a set between its choice and the draft, rounded up to this: one graph serves the usual rounds.
-GROWN_MULTIPLE = 32
+# Rows that may join a set between its choice and the draft, rounded up to this: one graph serves the usual rounds, also those
+# after a check that cut a block, which see the recent tokens before the cut again.
+GROWN_MULTIPLE = 64
 Queries = dict[int, torch.Tensor]
 
 
@@ -60,9 +61,10 @@ class DraftChain:
         """
         lengths = cache.lengths
         grown = max(0, *(n - then for n, then in zip(lengths, set_lengths, strict=True))) if token_set is not None else 0
-        grown = -(-grown // GROWN_MULTIPLE) * GROWN_MULTIPLE
+        grown = max(1, -(-grown // GROWN_MULTIPLE)) * GROWN_MULTIPLE if token_set is not None else 0
         width = None if token_set is None else token_set.indices.shape[1]
-        key = (*tokens.shape, steps, cache.page_table.shape[1], width, grown, tuple(sorted(heads.items())), use_graph)
+        pages = few_sizes(cache.page_table.shape[1])
+        key = (*tokens.shape, steps, pages, width, grown, tuple(sorted(heads.items())), use_graph)
         if key not in self.graphs:
             static = self._static(tokens, cache, width)
             self._fill(static, tokens, lengths, counts, set_lengths, token_set, cache)
@@ -80,7 +82,7 @@ class DraftChain:
     def _static(tokens: torch.Tensor, cache: PagedCache, width: int | None) -> _Static:
         batch, device = len(tokens), tokens.device
         control = torch.zeros(3, batch, dtype=torch.int32, device=device)
-        table = torch.zeros_like(cache.page_table)
+        table = torch.zeros(batch, few_sizes(cache.page_table.shape[1]), dtype=torch.int32, device=device)
         if width is None:
             return _Static(torch.zeros_like(tokens), control, table, None, None)
         indices = torch.zeros(batch, width, dtype=torch.int32, device=device)
@@ -96,7 +98,7 @@ class DraftChain:
         control = host_values([list(lengths), list(counts), starts], torch.int32, static.control.device)
         static.control.copy_(control, non_blocking=True)
         if static.table_of is None or static.table_of() is not cache:
-            static.page_table.copy_(cache.page_table)
+            static.page_table[:, : cache.page_table.shape[1]].copy_(cache.page_table)
             static.table_of = weakref.ref(cache)
         if token_set is not None and static.indices is not None and static.sizes is not None:
             static.indices.copy_(token_set.indices)

@@ -19,6 +19,12 @@ def graphs_enabled(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get("DUSTIN_CUDA_GRAPHS", "1") != "0"
 
 
+def few_sizes(size: int) -> int:
+    """`size` or up to an eighth more, one of few numbers: caches of many sizes share graphs."""
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step
+
+
 class Captured:
     """A function without arguments over static tensors, captured once. `seconds` is what warming up and capturing took.
 

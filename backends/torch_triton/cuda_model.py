@@ -17,7 +17,7 @@ from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_draft import DraftChain
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
-from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
+from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.model import Peers
 from dustin.backends.torch_triton.ops import host_values
@@ -232,7 +232,7 @@ class _Call:
         graph: bool,
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         widths = tuple((layer, _rounded(part.indices.shape[1])) for layer, part in sorted(self._sets.items()))
-        shape = (*tokens.shape, self._cache.page_table.shape[1], widths, self._dense)
+        shape = (*tokens.shape, few_sizes(self._cache.page_table.shape[1]), widths, self._dense)
         heads = tuple(sorted(self._heads.items()))
         key = (*shape, heads, self._last_row_only, self._logits, graph, self._variant, self._again)
         if key not in self._engine.graphs:
@@ -256,7 +256,7 @@ class _Call:
         batch, device = shape[0], self._cache.page_table.device
         control = torch.zeros(2, batch, dtype=torch.int32, device=device)
         tokens = torch.zeros(tuple(shape), dtype=torch.long, device=device)
-        table = torch.zeros_like(self._cache.page_table)
+        table = torch.zeros(batch, few_sizes(self._cache.page_table.shape[1]), dtype=torch.int32, device=device)
         sets = {
             layer: (
                 torch.zeros(batch, width, dtype=torch.int32, device=device),
@@ -271,7 +271,7 @@ class _Call:
         control = host_values([list(lengths), list(counts)], torch.int32, static.control.device)
         static.control.copy_(control, non_blocking=True)
         if static.table_of is None or static.table_of() is not self._cache:
-            static.inputs.page_table.copy_(self._cache.page_table)
+            static.inputs.page_table[:, : self._cache.page_table.shape[1]].copy_(self._cache.page_table)
             static.table_of = weakref.ref(self._cache)
         for layer, (indices, sizes) in static.sets.items():
             part = self._sets[layer]

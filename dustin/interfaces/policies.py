@@ -113,6 +113,7 @@ class RoundState:
     it was chosen at; `select` gives this round's history-only set for drafters that read the target's cache.
     `uniforms[b]` has one number a draft; `context` is what penalties count (None without penalties). `may_stop`: no later
     draft is needed once every row's confidence has fallen too low (where a set waits for the queries, all are drafted).
+    `planned` is what a usual round drafts: a device that records calls by their shape drafts as many at a text's end too.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -127,6 +128,7 @@ class RoundState:
     set_lengths: tuple[int, ...]
     select: Callable[[], TokenSet | None]
     may_stop: bool = False
+    planned: int = 0
 
 
 class Drafter(Protocol):

@@ -1,0 +1,96 @@
+"""Where calls are recorded by their shape, the end of a text takes the shapes of its middle, and the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dustin.backends.torch_triton.backend import TorchBackend
+from dustin.backends.torch_triton.cuda_graphs import few_sizes
+from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
+from dustin.backends.torch_triton.model import TorchModel
+from dustin.config import EngineOptions, RequestOptions
+from dustin.generation import Session
+from dustin.interfaces import TokenSet
+
+DRAFTS, BLOCK, VOCABULARY = 3, 7, 24
+
+
+class Recording(TorchBackend):
+    recorded_rows = 64
+
+
+class Chain(TorchModel):
+    """A model that takes all steps of a draft at once, and notes how many."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.steps: list[int] = []
+        self.rows: list[int] = []
+
+    def forward(self, tokens: torch.Tensor, *given: Any, **more: Any) -> Any:
+        self.rows.append(tokens.shape[1])
+        return super().forward(tokens, *given, **more)
+
+    def draft_greedy(
+        self, tokens: torch.Tensor, num_tokens: Sequence[int], cache: Any, steps: int, *,
+        token_set: TokenSet | None = None, set_lengths: Sequence[int] = (), tap: Any = None,
+    ) -> Any:  # fmt: skip
+        self.steps.append(steps)
+        backend, made, queries = TorchBackend(torch.device("cpu")), [], []
+        for _ in range(steps):
+            chosen = None if token_set is None else backend.extend(token_set, set_lengths, cache.lengths)
+            out = super().forward(tokens, num_tokens, cache, token_set=chosen, tap=tap, logits="last")
+            tokens, num_tokens = backend.argmax(out.logits), [int(n > 0) for n in num_tokens]
+            made.append(tokens)
+            queries.append(out.queries)
+        return torch.cat(made, 1), backend.concat_queries(queries)
+
+
+def generate(backend: TorchBackend, kinds: tuple[type, type], mode: str, tokens: int, context: int = 256):
+    models = []
+    for (seed, layers), kind in zip(((1, 2), (1, 1)), kinds, strict=True):
+        config = qwen2_config(64, 96, layers, 4, 2, VOCABULARY, context_length=context)
+        models.append(kind(config, random_weights(config, torch.float32, torch.device("cpu"), seed), f"{layers} layers"))
+    options = EngineOptions(
+        mode=mode, drafter="draft", budget=24, num_sink_tokens=2, num_recent_tokens=4, exact_block=BLOCK, num_draft_tokens=DRAFTS
+    )
+    session = Session(backend, models[0], None, options, models[1])
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in (60, 51)]
+    answers = [r.tokens for r in session.batch_generate(prompts, RequestOptions(max_tokens=tokens, ignore_eos=True))]
+    return answers, models
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "rectified", "exact"])
+@pytest.mark.parametrize("tokens", [3, 18, 23])
+def test_the_end_of_a_text_needs_no_shape_of_its_own(mode, tokens):
+    device = torch.device("cpu")
+    expected, _ = generate(TorchBackend(device), (TorchModel, TorchModel), mode, tokens)
+    answers, (target, draft) = generate(Recording(device), (Chain, Chain), mode, tokens)
+    assert answers == expected
+    assert all(len(answer) == tokens for answer in answers)
+    assert set(draft.steps) == {DRAFTS}
+    if mode == "exact":
+        # After the prompt: sparse rounds, checks of a whole block, and where one token is left, that alone.
+        assert set(target.rows[1:]) <= {1 + DRAFTS, 1 + BLOCK, 1}
+        assert 1 + BLOCK in target.rows
+
+
+def test_a_full_context_has_no_room_for_spare_steps():
+    """The last drafts end where the context does."""
+    device = torch.device("cpu")
+    expected, _ = generate(TorchBackend(device), (TorchModel, TorchModel), "dense", 12, context=72)
+    answers, (_, draft) = generate(Recording(device), (Chain, Chain), "dense", 12, context=72)
+    assert answers == expected
+    assert max(draft.steps) <= DRAFTS
+
+
+def test_few_sizes_are_at_most_an_eighth_more():
+    assert [few_sizes(n) for n in (1, 7, 15, 16, 17, 131, 503, 2048)] == [1, 7, 15, 16, 18, 144, 512, 2048]
+    for n in range(1, 5000):
+        assert n <= few_sizes(n) <= n * 9 / 8
+        assert few_sizes(few_sizes(n)) == few_sizes(n)
