@@ -1,0 +1,111 @@
+"""Every Triton kernel once on small ragged shapes, in the forms a launch can take: what compute-sanitizer watches.
+
+    compute-sanitizer --tool memcheck python -m tests.kernels.once
+    compute-sanitizer --tool racecheck python -m tests.kernels.once
+
+Prints a line a launch with its relative RMS against float64; exit code 1 when one is off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from dustin.self_test import Result, judge
+from dustin.self_test_kernels import triton_checks
+from dustin.triton_kernels.attention_core import AttentionConfig
+from dustin.triton_kernels.dense_verify import dense_verify
+from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_layers
+from dustin.triton_kernels.select_tokens import select_tokens
+from dustin.triton_kernels.sparse_verify import sparse_verify
+from dustin.triton_kernels.translate_slots import translate_slots
+from tests.kernels.reference import attention, choose, head_scores, paged_case, random_set, relative_rms
+
+# (Hq, Hkv, D), page size, committed tokens, in-flight tokens, query rows.
+SHAPES = (
+    ((64, 8, 128), 64, [2001, 517, 0, 1024], [6, 3, 6, 0], 6),
+    ((28, 4, 128), 32, [1000, 700], [6, 5], 6),
+    ((14, 2, 64), 64, [900, 31], [1, 1], 1),
+    ((28, 4, 128), 64, [1500, 640], [33, 20], 33),
+)
+SPARSE = (
+    None,
+    AttentionConfig(64, 32, 4, 3, waves=2.0, fused_splits=4),
+    AttentionConfig(64, 64, 4, 3, waves=1.0, fused_splits=64, value_parts=2, prefetch_bytes=1 << 20),
+    AttentionConfig(64, 32, 4, 3, waves=3.0, fused_splits=0),
+)
+DENSE = (None, AttentionConfig(64, 64, 4, 3, waves=2.0, fused_splits=0))
+
+
+def attention_launches(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """(launch, relative RMS) of both attention kernels."""
+    for heads, page_size, lengths, fed, tokens in SHAPES:
+        case = paged_case("cuda", dtype, lengths=lengths, num_tokens=fed, tokens=tokens, heads=heads, page_size=page_size)
+        indices, counts = random_set(case, [int(n * 0.4) for n in lengths])
+        place = (indices, counts, case.lengths, case.num_tokens, case.page_table, page_size, tokens)
+        slots, slot_counts = translate_slots(*place)
+        torch.cuda.synchronize()
+        want = attention(case, indices, counts)
+        given = {"slots": slots, "slot_counts": slot_counts}
+        for i, config in enumerate(SPARSE):
+            for settled in (False, True):
+                out = sparse_verify(*case.inputs, indices, counts, **given, config=config, settled=settled)
+                yield f"sparse_verify {heads} {tokens} rows, form {i}, settled {settled}", relative_rms(out, want)
+        for i, config in enumerate(DENSE):
+            out = dense_verify(*case.inputs, config=config)
+            yield f"dense_verify {heads} {tokens} rows, form {i}", relative_rms(out, attention(case))
+
+
+def scoring_launches(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """(launch, relative RMS) of scoring: weights kept (through shared memory or directly) or keys read again."""
+    lengths, fed = [3000, 1025, 0, 700], [5, 2, 5, 0]
+    case = paged_case("cuda", dtype, lengths=lengths, num_tokens=[0] * 4, tokens=1, heads=(28, 4, 128), page_size=64)
+    q, groups = torch.randn(4, 5, 4, 128, device="cuda").to(dtype), group_heads([0, 1, 2, 3], 28, 4, "cuda")
+    rows = torch.tensor(fed, dtype=torch.int32, device="cuda")
+    want = head_scores(case, q, [0] * 4, fed, 3001)
+    inside = ~want.isinf()
+    for keep, direct in ((True, False), (True, True), (False, False)):
+        scores = torch.empty(4, 3001, device="cuda")
+        score_layers(
+            [q] * 3, [case.k_pool] * 3, case.page_table, case.lengths, [groups] * 3, scores,
+            num_rows=rows, weight=1 / 3, keep_weights=keep, config=ScoreConfig(128, 512, 3, direct=direct),
+        )  # fmt: skip
+        yield f"score_layers, kept {keep}, direct {direct}", relative_rms(scores[inside], want[inside])
+
+
+def selection_launches() -> Iterator[tuple[str, float]]:
+    """(launch, 0 or 1: a wrong set) of selection in one, two and three levels."""
+    quota = {"num_sink_tokens": 4, "num_recent_tokens": 32}
+    for columns, budget in ((8000, 512), (32762, 512), (131072, 1024)):
+        lengths = [columns, columns // 3, 300]
+        target, draft = (torch.rand(3, columns, device="cuda") for _ in range(2))
+        by_draft = int(0.6 * (budget - 36))
+        indices, counts = select_tokens(
+            target, draft, torch.tensor(lengths, dtype=torch.int32, device="cuda"), budget=budget, num_draft_selected=by_draft,
+            **quota,
+        )  # fmt: skip
+        want = choose(target[0].tolist(), draft[0].tolist(), columns, budget, 4, 32, by_draft)
+        right = indices[0].tolist() == want and counts.tolist() == [budget, budget, 300]
+        yield f"select_tokens {columns} k={budget}", float(not right)
+
+
+def main() -> int:
+    """Number of launches that are off, as an exit code."""
+    off = 0
+    for check in triton_checks():
+        result = check if isinstance(check, Result) else judge(check)
+        off += result.state == "failed"
+        print(f"{result.name}: {result.state} {result.detail}", flush=True)
+    for launches in (attention_launches(torch.bfloat16), scoring_launches(torch.bfloat16), selection_launches()):
+        for name, error in launches:
+            off += not error <= 1e-2
+            print(f"{name}: {error:.1e}", flush=True)
+    torch.cuda.synchronize()
+    print(f"{off} off")
+    return min(off, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
