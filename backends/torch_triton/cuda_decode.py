@@ -30,7 +30,8 @@ def choose_config(product: str, rows: int, depth: int, half_head: int) -> Linear
     """The measured configuration of a product at M = `rows` rows of `depth` elements (an H200, the shapes of a 0.5B model)."""
     few, some = rows <= 16, rows <= 32
     if product == "qkv":
-        return LinearConfig(16 if few else 8, 128, num_warps=2 if some else 4, num_stages=7)
+        # Halves of a head are turned against each other in one tile: it must divide them.
+        return LinearConfig(16 if few and half_head % 16 == 0 else 8, 128, num_warps=2 if some else 4, num_stages=7)
     if product == "gate_up":
         # Asking for all of these weights early only crowds out what the kernel before reads.
         if few:
