@@ -305,6 +305,8 @@ class PriceList:
         self.habits: dict[str, Habits] = {}
         # Drafter -> what forecasts the costs that were never timed, where something of this card was measured.
         self.cards: dict[str, CardCosts | None] = {}
+        # Seconds of rounds so far.
+        self.elapsed = 0.0
 
     def of(self, drafter: str, lengths: Sequence[int], last: Costs | None) -> Costs:
         """The costs at these lengths (tokens of each active row); new ones start from `last` or any of this drafter."""

@@ -92,7 +92,7 @@ class AutoPlanner:
         every = _THINK_ROUNDS if self._settled < _SETTLED_ROUNDS else _THINK_LATER
         if self._plan.mode == "exact":
             # A block is several rounds.
-            every //= 2
+            every //= 4
         if self._settled % every and not self._looking and self._plan in self._forecast:
             return self._plan
         budgets = self._known_budgets(lengths)
@@ -100,7 +100,10 @@ class AutoPlanner:
         # A round of a size that never ran counts little, so a look has two; a block has several rounds anyway.
         self._again = look if look is not None and self._again is None and look.mode != "exact" else None
         self._looking = look is not None
-        self._plan = look or self._best(budgets)
+        before, self._plan = self._plan, look or self._best(budgets)
+        if self._plan != before:
+            # A new plan is thought over soon: it may cost more than was foretold.
+            self._settled = 0
         return self._plan
 
     def _known_budgets(self, lengths: Sequence[int]) -> list[int]:
@@ -146,9 +149,9 @@ class AutoPlanner:
                 return self._plan
             if best.budget not in (0, self._in_use) and forecast[best] < _BUDGET_MARGIN * kept:
                 continue
-            # What never ran has its capture or compilation to pay: over as long as has passed it must earn that. The first
-            # plan of all pays it whatever it is.
-            if self._tried(best) or self.costs.untouched or gain * self._now >= self.costs.warm_up:
+            # What never ran has its capture or compilation to pay: over as long as the session has lasted it must earn that.
+            # The first plan of all pays it whatever it is.
+            if self._tried(best) or self.costs.untouched or gain * self.prices.elapsed >= self.costs.warm_up:
                 self._in_use = best.budget or self._in_use
                 return best
         return self._plan
@@ -171,9 +174,13 @@ class AutoPlanner:
         doubted = self._speeds(budgets, doubt=1.0)
         waits = []
         for family in dict.fromkeys(plan.family for plan in speeds if plan.mode != "ar" and plan.family != self._plan.family):
-            plan = max((plan for plan in speeds if plan.family == family), key=doubted.__getitem__)
+            plans = [plan for plan in speeds if plan.family == family]
+            # What ran before has its graphs: another size would cost its warm-up for a look.
+            tried = [plan for plan in plans if self._tried(plan)]
+            plan = max(tried or plans, key=doubted.__getitem__)
             doubtful = doubted[plan] > _MARGIN * current
-            wait = self._seconds(plan) / (_DOUBT_SHARE if doubtful else _LOOK_SHARE)
+            costs = self._seconds(plan) + (0.0 if tried else self.costs.warm_up)
+            wait = costs / (_DOUBT_SHARE if doubtful else _LOOK_SHARE)
             due = self._seen_at.get(family, 0.0) + wait
             if self._now > due and (doubtful or self._could_win(family, budgets, speeds)):
                 return plan
@@ -195,6 +202,7 @@ class AutoPlanner:
         """What the last round showed: one look, or (mode exact) the sparse rounds of a block and its check."""
         plan, costs, habits = self._plan, self.costs, self.habits
         self._now += seconds
+        self.prices.elapsed += seconds
         self._seen_at[plan.family] = self._now
         for look in looks:
             kind = f"sparse {plan.budget}" if look.kind == "sparse" else look.kind
