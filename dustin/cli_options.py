@@ -23,18 +23,26 @@ FILE = click.Path(allow_dash=True)
 
 
 class LayerList(click.ParamType):
-    """Layer numbers with commas between them, or `none`."""
+    """Layer numbers and ranges of them with commas between, or `none`."""
 
     name = "layers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """`14,19` -> (14, 19). Fail on anything that is no number."""
+        """`14,19-21` -> (14, 19, 20, 21). Fail on anything else, and on a range that goes down."""
         if not isinstance(value, str):
             return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
         try:
-            return () if value == "none" else tuple(int(part) for part in value.split(","))
+            return () if value == "none" else tuple(layer for part in value.split(",") for layer in self._layers(part))
         except ValueError:
-            self.fail(f"{value!r} is no list of layers, expected numbers with commas between them, or none", param, ctx)
+            self.fail(f"{value!r} is no list of layers, expected numbers or ranges as 14,19-21, or none", param, ctx)
+
+    @staticmethod
+    def _layers(part: str) -> list[int]:
+        first, dash, last = part.strip().partition("-")
+        made = list(range(int(first), (int(last) if dash else int(first)) + 1))
+        if not made:
+            raise ValueError(part)
+        return made
 
 
 # Field -> (flags, help, extra settings); the type and the default are the field's.

@@ -376,3 +376,20 @@ def test_compact_keys_want_a_text_and_room(tmp_path):
         prepare(selector, wide.target, None)
     with pytest.raises(UsageError, match="this backend keeps no compact keys"):
         prepare(selector, object(), wide.tokenizer)
+
+
+@pytest.mark.parametrize(("text", "layers"), [("14,19-21", (14, 19, 20, 21)), ("none", ()), ("0-3", (0, 1, 2, 3)), (" 5, 7 ", (5, 7))])
+def test_layers_come_as_numbers_and_ranges(text, layers):
+    from dustin.cli_options import LayerList
+
+    assert LayerList().convert(text, None, None) == layers
+
+
+@pytest.mark.parametrize("text", ["3-1", "a", "-3", "1-", "1--2", "", "1,,2"])
+def test_other_lists_of_layers_are_refused(text):
+    import click
+
+    from dustin.cli_options import LayerList
+
+    with pytest.raises(click.BadParameter, match="is no list of layers, expected numbers or ranges as 14,19-21, or none"):
+        LayerList().convert(text, None, None)

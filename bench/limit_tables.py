@@ -1,0 +1,96 @@
+"""Tables of bench/results/limits.jsonl and own_sets.jsonl: what sharing, predicting and the budget lose, and what own sets win."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench import rows
+
+LIMITS, OWN = rows.RESULTS / "limits.jsonl", rows.RESULTS / "own_sets.jsonl"
+RULES = {
+    "heuristic": "`dustin`: one predicted set",
+    "oracle": "one set, by the window's own attention",
+    "oracle by layer": "one a layer, by the window's own attention",
+    "own by layer": "one a layer, chosen by its own rows in the forward",
+    "own by kv head": "one a kv head, so chosen",
+    "own by head": "one a query head, so chosen",
+}
+
+
+def _shown(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['agreement']:.3f} / {100 * row['hard_flips']:.1f} / {row['kl']:.3f} / {row['perplexity_ratio']:.2f}"
+
+
+def limits() -> str:
+    """Rule by rule, context by context."""
+    from bench.tables import markdown
+
+    made = rows.read(LIMITS)
+    columns = [(track, n) for track in ("chat", "text") for n in sorted({r["context"] for r in made if r["track"] == track})]
+    found = {(r["rule"], r["track"], r["context"]): r for r in made}
+    used = [rule for rule in RULES if any(key[0] == rule for key in found)]
+    lines = [[RULES[rule], *(_shown(found.get((rule, *column))) for column in columns)] for rule in used]
+    head = ["agreement / hard flips % / KL / perplexity ratio", *(f"{track} {n}" for track, n in columns)]
+    first = made[0]
+    noise = {r["context"]: r["dense_self_agreement"] for r in made if r["track"] == "chat"}
+    said = ", ".join(f"{value:.4f} at {context}" for context, value in sorted(noise.items()))
+    note = (
+        f"Budget {first['budget']} for every set. {first['model']} with {first['draft']} as draft, {first['dtype']}, "
+        f"{first['card']}; "
+        f"`{first['command']}` at {first['commit']}. Dense attention one token at a time agrees with itself in rounds of "
+        f"{first['num_draft_tokens'] + 1} rows in {said} of the rows: the noise of bf16."
+    )
+    return markdown(head, lines) + "\n\n" + note
+
+
+def _label(row: dict[str, Any]) -> str:
+    heads = row["heads"]
+    if row["selector"] != "dustin":
+        what = row["selector"]
+    elif "+every" in heads:
+        what = "own sets" + (" by kv head" if heads.endswith("kv") else "")
+        rank = heads.partition("+every")[2].removesuffix("kv").partition("c")[2]
+        what += f", compact keys of {rank}" if rank else ", whole keys"
+        what += " in every 2nd layer, `dustin`'s in the others" if "+every2" in heads else ""
+    else:
+        what = f"`dustin`, {heads}"
+    if row.get("bytes_of_budget"):
+        return f"{what}, bytes of {row['bytes_of_budget']}"
+    return f"{what}, k={row['budget']}"
+
+
+def own_sets() -> str:
+    """Cells of the product's own path, context by context; bytes beside them."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(OWN) if row["track"] in ("chat", "text") and "kl" in row]
+    columns = [(track, n) for track in ("chat", "text") for n in sorted({r["context"] for r in made if r["track"] == track})]
+    table: dict[str, dict[tuple[str, int], str]] = {}
+    for row in made:
+        cell = f"{_shown(row)} / {100 * row['share_of_dense_bytes']:.1f}"
+        table.setdefault(_label(row), {})[row["track"], row["context"]] = cell
+    lines = [[label, *(by.get(column, "") for column in columns)] for label, by in table.items()]
+    head = ["agreement / hard flips % / KL / perplexity ratio / bytes %", *(f"{track} {n}" for track, n in columns)]
+    first = made[0]
+    note = (
+        f"{first['model']} with {first['draft']} as draft, {first['dtype']}, {first['card']}, {first['num_draft_tokens']} drafts; "
+        f"`{first['command']}` at {first['commit']}."
+    )
+    return markdown(head, lines) + "\n\n" + note
+
+
+def own_sets_questions() -> str:
+    """Questions answered by whole engines."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(OWN) if "accuracy_of_dense" in row and row["mode"] == "sparse"]
+    columns = list(dict.fromkeys((row["track"], row["context"]) for row in made))
+    table: dict[str, dict[tuple[str, int], str]] = {}
+    for row in made:
+        share = f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']})"
+        table.setdefault(_label(row), {})[row["track"], row["context"]] = f"{share}, {row['acceptance_length']:.2f}"
+    lines = [[label, *(by.get(column, "") for column in columns)] for label, by in table.items()]
+    head = ["answers, % of dense (questions), tokens a round", *(f"{track} {n}" for track, n in columns)]
+    return markdown(head, lines)
