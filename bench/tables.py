@@ -169,7 +169,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "regimes_7b": partial(regime_tables.regimes, "Qwen2.5-7B"),
     "regimes_1_5b": partial(regime_tables.regimes, "Qwen2.5-1.5B"),
     "auto": regime_tables.auto,
-    "real": regime_tables.real,
     "several_cards": decode_tables.several_cards,
     "attention": attention,
     "exact": exact_table.exact,
