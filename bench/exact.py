@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,8 @@ def make_prompts(session: Any, opts: dict[str, Any], count: int) -> tuple[list[l
         sizes = [opts["context"] + 97 * i for i in range(2 * count)]
         return [rng.integers(3, session.target.spec.vocab_size, n).tolist() for n in sizes], ["random"] * len(sizes)
     kinds = opts["kinds"].split(",") if opts["kinds"] else list(texts.KINDS)
+    if unknown := [kind for kind in kinds if kind not in texts.KINDS]:
+        raise click.UsageError(f"--kinds {unknown[0]!r}: expected some of {', '.join(texts.KINDS)}")
     made = {kind: texts.prompts(session.tokenizer, kind, count, opts["context"]) for kind in kinds}
     return [row for kind in kinds for row in made[kind]], [kind for kind in kinds for _ in range(count)]
 
@@ -205,8 +208,7 @@ def variants(opts: dict[str, Any], drafted: bool) -> dict[str, Any]:
     common = {"num_draft_tokens": opts["gamma"]}
     own = {} if drafted else {"budget": max(64, opts["context"] // 8)}
     made = {"dense": EngineOptions(mode="dense", drafter="draft" if drafted else "self", **own, **common)}
-    for text in opts["exact"].split(","):
-        block, budget = (int(part) for part in text.split(":"))
+    for block, budget in opts["exact"]:
         name = f"exact {block}, budget {budget}"
         made[name] = EngineOptions(mode="exact", drafter=drafter, exact_block=block, budget=budget, **common)
     return made
@@ -262,6 +264,14 @@ def _gpu() -> str:
     return str(torch.cuda.get_device_name())
 
 
+def blocks(_: click.Context, __: click.Parameter, text: str) -> list[tuple[int, int]]:
+    """(block, budget) of each pair. Raise BadParameter on anything else."""
+    found = [re.fullmatch(r"(\d+):(\d+)", part) for part in text.split(",")]
+    if not all(found):
+        raise click.BadParameter(f"{text!r}, expected block:budget pairs with commas between them, as 32:1024,16:512")
+    return [(int(match[1]), int(match[2])) for match in found if match]
+
+
 @click.command()
 @click.option("--model", default="Qwen2.5-Coder-1.5B-Instruct-eval", show_default=True)
 @click.option("--draft-model", default="Qwen2.5-Coder-0.5B-Instruct-eval", show_default=True, help="Empty: none.")
@@ -269,7 +279,7 @@ def _gpu() -> str:
 @click.option("--per-kind", default=5, show_default=True, help="Prompts of each kind.")
 @click.option("--kinds", default="", help="Kinds of text, by commas. Default: all.")
 @click.option("--tokens", default=192, show_default=True, help="Generated tokens a prompt at most.")
-@click.option("--exact", default="32:1024,32:512,16:512", show_default=True, help="block:budget pairs.")
+@click.option("--exact", default="32:1024,32:512,16:512", show_default=True, callback=blocks, help="block:budget pairs.")
 @click.option("--gamma", default=5, show_default=True)
 @click.option("--chunk", default=512, show_default=True, help="Prompt tokens read at a time.")
 @click.option("--dtypes", default="bfloat16,float32", show_default=True)
