@@ -7,6 +7,7 @@ by one means one client; together means `--clients` of them. Tokens are counted 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -121,6 +122,7 @@ class Measured:
 
     side: str
     clients: int
+    per_passage: int = 1
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -150,6 +152,7 @@ class Measured:
         return {
             "side": self.side,
             "clients": self.clients,
+            "per_passage": self.per_passage,
             "requests": self.requests,
             "generated_tokens": self.tokens,
             "seconds": round(self.seconds, 2),
@@ -192,7 +195,9 @@ def chats(tokenizer: Any, context: int, count: int, per_passage: int = 1) -> lis
     """Passages of a novel, each of about `context` tokens, and a question after it; `per_passage` chats begin with the same one."""
     ids = [tokenizer.decode(passage) for passage in passages(tokenizer, context, -(-count // per_passage))]
     ask = "Retell this passage in your own words." if per_passage == 1 else "Retell part {} of this passage in your own words."
-    return [f"{ids[i // per_passage]}\n\n{ask.format(1 + i % per_passage)}" for i in range(count)]
+    # What a server kept of a passage that was asked about alone must not help.
+    begin = "" if per_passage == 1 else f"{per_passage} questions about this:\n\n"
+    return [f"{begin}{ids[i // per_passage]}\n\n{ask.format(1 + i % per_passage)}" for i in range(count)]
 
 
 def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, servers: contextlib.ExitStack) -> list[str]:
@@ -221,7 +226,7 @@ def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, s
 @click.option("--rounds", default=2, show_default=True, help="The sides take turns in each.")
 @click.option("--clients", default=8, show_default=True, help="Clients at once; every side is measured with one client too.")
 @click.option("--context", default=300, show_default=True, help="Prompt tokens, about.")
-@click.option("--per-passage", default=1, show_default=True, help="Chats about the same passage, one after the other in the queue.")
+@click.option("--per-passage", default="1", show_default=True, help="Chats about the same passage; by commas: one after the other.")
 @click.option("--prefill-tokens", default=None, type=int, help="Of our servers; default: theirs.")
 @click.option("--tokens", default=48, show_default=True, help="Longest answer.")
 @click.option("--dtype", default="float32", show_default=True, help="Of all sides.")
@@ -236,9 +241,10 @@ def main(**opts: Any) -> None:
 
     source = models.resolve(opts["model"])
     tokenizer = Tokenizer.load(source)
+    groups = [int(number) for number in opts["per_passage"].split(",")]
     # Every round and both kinds have passages of their own: what a server keeps of prefixes must not help it here.
-    prompts = chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"], opts["per_passage"])
-    made: dict[tuple[str, int], Measured] = {}
+    prompts = {n: chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"], n) for n in groups}
+    made: dict[tuple[str, int, int], Measured] = {}
     kept = rows.read(opts["output"]) if opts["append"] and opts["output"].exists() else []
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
@@ -249,22 +255,23 @@ def main(**opts: Any) -> None:
         begun = list(sides(opts, source, draft, Path(folder)))
         for (name, _, _, _, model), address in zip(begun, start_all(begun, opts["threads"], servers), strict=True):
             asked[name] = Client(address, model, opts["tokens"])
-            for clients in (1, opts["clients"]):
-                made[name, clients] = Measured(name, clients)
+            for group, clients in itertools.product(groups, (1, opts["clients"])):
+                made[name, clients, group] = Measured(name, clients, group)
         with ThreadPoolExecutor(len(asked)) as pool:
             list(pool.map(lambda client: warm(client, opts), asked.values()))
         for _ in range(opts["rounds"]):
-            for clients in (1, opts["clients"]):
-                some, prompts = prompts[: opts["requests"]], prompts[opts["requests"] :]
+            for group, clients in itertools.product(groups, (1, opts["clients"])):
+                some, prompts[group] = prompts[group][: opts["requests"]], prompts[group][opts["requests"] :]
                 # In turn, so that what else the machine does meets all sides.
                 for name, client in asked.items():
-                    made[name, clients].add(client, some, tokenizer)
+                    made[name, clients, group].add(client, some, tokenizer)
                 # As they come: a run that is cut keeps what it has.
                 lines = [_row(found, made, opts, source) for found in made.values() if found.requests]
                 rows.write(opts["output"], kept + lines)
     for row in lines:
         click.echo(
-            f"{row['side']:22s} {row['clients']:2d} clients {row['tokens_per_s']:7.1f} tok/s {row['ratio']:5.2f}x one by one  "
+            f"{row['side']:22s} {row['clients']:2d} clients, {row['per_passage']:2d} a passage {row['tokens_per_s']:7.1f} tok/s "
+            f"{row['ratio']:5.2f}x one by one  "
             f"first {row['ttft_ms_median']:.0f} ms, gap {row['gap_ms_median']} ms (worst {row['gap_ms_worst']})",
             err=True,
         )
@@ -278,19 +285,19 @@ def _device(kind: str) -> str:
     return torch.cuda.get_device_name()
 
 
-def _row(found: Measured, made: dict[tuple[str, int], Measured], opts: dict[str, Any], source: Path) -> dict[str, Any]:
+def _row(found: Measured, made: dict[tuple[str, int, int], Measured], opts: dict[str, Any], source: Path) -> dict[str, Any]:
     """One measurement with its ratios: to the same server one by one, and to each peer with as many clients."""
     row = {"bench": "serve", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real"}
     row |= {
         "device": _device(opts["device"]),
         "draft": Path(opts["draft_model"]).name if opts["draft_model"] else None,
-        "per_passage": opts["per_passage"],
     }
     row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"], "rounds": opts["rounds"]}
     row |= found.as_dict()
-    row |= {"ratio": round(found.rate / made[found.side, 1].rate, 3), "baseline": "the same server, one client"}
-    for (side, clients), other in made.items():
-        if other.requests and clients == found.clients and side != found.side and re.match("dustin ar$|transformers|mlx", side):
+    row |= {"ratio": round(found.rate / made[found.side, 1, found.per_passage].rate, 3), "baseline": "the same server, one client"}
+    for (side, clients, group), other in made.items():
+        alike = other.requests and (clients, group) == (found.clients, found.per_passage)
+        if alike and side != found.side and re.match("dustin ar$|transformers|mlx", side):
             name = re.sub(r"\W", "_", side)
             row[f"ratio_to_{name}"] = round(found.rate / other.rate, 3)
             row[f"same_answers_as_{name}"] = sum(a == b for a, b in zip(found.texts, other.texts, strict=True))

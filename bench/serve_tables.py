@@ -34,7 +34,7 @@ def _run(made: list[dict[str, Any]]) -> str:
     against = [name for name in ("transformers", "dustin ar") if any(f"ratio_to_{_key(name)}" in row for row in made)][:1]
     lines = [
         [
-            f"`{row['side']}`, {row['clients']} client{'s' * (row['clients'] > 1)}",
+            f"`{row['side']}`, {row['clients']} client{'s' * (row['clients'] > 1)}" + _shared(row),
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}x",
             *(_ratio(row, f"ratio_to_{_key(name)}") for name in against),
@@ -48,14 +48,17 @@ def _run(made: list[dict[str, Any]]) -> str:
     first = made[0]
     extra = f" {first['note']}" if first["note"] else ""
     draft = f" with {first['draft']} as draft" if first.get("draft") else ""
-    shared = f", {first['per_passage']} about each passage" if first.get("per_passage", 1) > 1 else ""
     where = first["device"] if first.get("device", "cpu") != "cpu" else f"{first['processor']}, {first['threads']} threads"
     note = (
-        f"{first['requests']} chats of about {first['context']} prompt tokens{shared} and up to {first['max_tokens']} new ones, "
+        f"{first['requests']} chats of about {first['context']} prompt tokens and up to {first['max_tokens']} new ones, "
         f"greedy, {first['model']}{draft}, {first['dtype']}, {where}; "
         f"`{first['command'].split(' --note')[0]}` at {first['commit']}.{extra}"
     )
     return markdown(header, lines) + "\n\n" + note
+
+
+def _shared(row: dict[str, Any]) -> str:
+    return f", {row['per_passage']} chats about one passage" if row.get("per_passage", 1) > 1 else ""
 
 
 def _key(side: str) -> str:
