@@ -32,7 +32,7 @@ LOSSLESS = ("ar", "dense", "exact", "auto")
 # A first, uncounted run of a mode records its graphs; modes whose rounds differ in size need more of it. Mode auto learns in
 # a session's first runs what its plans cost: the row is of a later one, and has the first one's speed beside it.
 WARM_TOKENS = {"auto": 160, "exact": 128}
-FEW_TOKENS, AUTO_RUNS = 24, 3
+FEW_TOKENS, AUTO_RUNS = 24, 4
 # What the histograms are taken at, and with how many tokens a row: a block has one entry, a round several.
 HISTOGRAM_DRAFTS, HISTOGRAM_BLOCK = 8, 32
 HISTOGRAM_TOKENS = {"dense": 160, "sparse": 160, "exact": 512}

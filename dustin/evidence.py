@@ -14,7 +14,7 @@ _MEMORY_ROUNDS, _MEMORY_TOKENS = 40.0, 250.0
 # Rates are rounded to this where a table is kept for them.
 _SHARE_STEP = 0.04
 # What a position without evidence is taken to accept, and with how many observations' weight.
-_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
+_PRIOR, _PRIOR_WEIGHT = 0.75, 2.0
 # Agreement of the sparse target with the dense one, a token: the real pair measured 0.9 to 0.99, so one bad check says little.
 _CHECK_PRIOR, _CHECK_WEIGHT = 0.93, 8.0
 # Texts have easy and hard stretches, so a token whose predecessors were kept is kept more often: positions of a block that are
