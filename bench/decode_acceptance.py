@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,8 +96,3 @@ def rounds_until(tokens: int, shares: list[float]) -> int:
                     after[have + kept + 1] += chance * share
         reached = after
     return rounds
-
-
-def rounds_of(block: int, expected: float) -> int:
-    """Sparse rounds that fill a block on average."""
-    return max(1, math.ceil(block / expected - 0.25))

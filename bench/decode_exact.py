@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import click
 import torch
 
 from bench.decode_acceptance import histogram, rounds_until
@@ -24,7 +25,7 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
 
     gamma, device = bench.num_drafts, bench.device
     if block <= gamma:
-        raise ValueError(f"block is {block}, expected more than the {gamma} drafts that end it")
+        raise click.UsageError(f"--blocks: {block}, expected more than the {gamma} drafts that end a block (--drafts)")
     state = bench.rounds(batch, True, True, last_drafts=gamma)
     whole = bench.capture(state.whole)
     tables = {

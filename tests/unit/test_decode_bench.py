@@ -43,6 +43,14 @@ def test_measured_histograms_are_merged_by_kind_and_cut_at_the_drafts_asked_for(
         acceptance.measured(path, "speech")
 
 
+def test_rounds_go_on_until_half_of_the_rows_have_their_tokens():
+    assert acceptance.rounds_until(1, [1.0]) == 1
+    # One token a round, or three.
+    assert acceptance.rounds_until(3, [0.6, 0.0, 0.4]) == 2
+    assert acceptance.rounds_until(3, [0.4, 0.0, 0.6]) == 1
+    assert acceptance.rounds_until(7, [1.0]) == 7
+
+
 def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
     def parts(draft: float, choose: float, rectify: float = 100.0) -> dict[str, dict[str, float]]:
         return {
