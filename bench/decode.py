@@ -167,7 +167,7 @@ class DecodeBench:
             self.rectified(batch)
         elif name == "exact":
             for block in blocks:
-                decode_exact.measure(self, batch, block, checks=max(8, min(48, 192 // batch)))
+                decode_exact.measure(self, batch, block, checks=min(32 * more, (SLACK - 64) // (block + 1)))
         else:
             raise click.UsageError(f"mode {name!r}: expected ar, dense, dense-sparse, sparse, both, rectified or exact")
 
