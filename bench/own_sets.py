@@ -19,22 +19,25 @@ from bench.fidelity_plan import fitting
 from bench.fidelity_run import Bench
 
 OUT = rows.RESULTS / "own_sets.jsonl"
+# What is measured first, and on the text track.
 CELLS = (
     Cell("dustin", "heuristic", 1024),
-    Cell("dustin", "none+every1c64", 1024),
     Cell("dustin", "none+every1c64kv", 1024),
-    Cell("dustin", "none+every1c32", 1024),
-    Cell("dustin", "none+every1", 1024),
+    Cell("dustin", "none+every1c64", 1024),
+    Cell("dustin", "none+every1c32kv", 0, bytes_of=1536),
     Cell("dustin", "none+every1kv", 1024),
     Cell("oracle", "heuristic", 1024),
+    Cell("dustin", "none+every1", 1024),
+    Cell("dustin", "none+every1c32kv", 1024),
+)
+FURTHER = (
     Cell("dustin", "none+every1c64kv", 512),
-    Cell("dustin", "none+every1c32kv", 0, bytes_of=1536),
     Cell("dustin", "none+every1c64kv", 0, bytes_of=3072),
     Cell("dustin", "heuristic", 0, bytes_of=3072),
     Cell("oracle by layer", "heuristic", 1024),
-    Cell("dustin", "heuristic+every2c64", 1024),
     Cell("dustin", "none+every1c64kv", 2048),
     Cell("dustin", "heuristic", 2048),
+    Cell("dustin", "heuristic+every2c64kv", 1024),
 )
 ASKED = ("heuristic", "heuristic+every1c64", "heuristic+every1c64kv")
 
@@ -69,35 +72,37 @@ def main(**opts: Any) -> None:
     click.echo(f"loaded in {time.perf_counter() - began:.1f} s", err=True)
     contexts = sorted(int(part) for part in opts["contexts"].split(","))
     bench = Bench(session, opts, {})
-    # Known texts by context: a question's batch must not lose what the chat track said.
     documents = make(session.tokenizer, contexts, opts["documents"], opts["tokens"] + 8, opts["seed"])
     copies = opts["at_once"] = min(24, 4 * len(documents)) if opts["questions"] else 0
     pair = Pair(session, documents, contexts[-1], opts["tokens"] + 192, opts["prefill_chunk"], copies)
     bench.documents = documents
     click.echo(f"[{time.perf_counter() - bench.began:.0f}s] {len(documents)} documents of {contexts[-1]} tokens read", err=True)
-    for track in opts["tracks"].split(","):
-        # 16k before the longest, the shortest last: where the time ends, the most telling is there.
-        for context in sorted(contexts, key=lambda n: abs(n - 16000)):
-            bench.guarded(f"{context} {track}", lambda c=context, t=track: _track(bench, pair, c, t))  # type: ignore[misc]
+    # The middle one, then from the longest on: where the time ends, the most telling is there.
+    order = sorted(contexts, key=lambda n: (n != contexts[len(contexts) // 2], -n))
+    known: dict[int, Any] = {}
+    parts = [(track, track) for track in opts["tracks"].split(",")]
+    parts += [("further", "chat")] if "chat" in opts["tracks"] else []
+    for part, track in parts:
+        for context in order:
+            bench.guarded(f"{context} {part}", lambda c=context, p=part, t=track: _track(bench, pair, c, p, t, known))  # type: ignore[misc]
     if opts["questions"]:
-        for context in sorted(contexts, key=lambda n: abs(n - 16000)):
+        for context in order:
             bench.guarded(f"{context} questions", lambda c=context: _questions(bench, pair, c))  # type: ignore[misc]
     if bench.failed:
         raise click.ClickException("some cells failed: see FAILED above")
 
 
-def _track(bench: Bench, pair: Pair, context: int, track: str) -> None:
-    """The cells on one track."""
+def _track(bench: Bench, pair: Pair, context: int, part: str, track: str, known: dict[int, Any]) -> None:
+    """The cells of one part on one track; `known` keeps dense attention's answers by context."""
     tokens, gamma = bench.opts["tokens"], bench.opts["gamma"]
     if time.perf_counter() > bench.deadline:
-        click.echo(f"out of time: {context} {track}", err=True)
+        click.echo(f"out of time: {context} {part}", err=True)
         return
     if track == "chat":
-        replay = chat_replay(pair, context, tokens, gamma)[0]
-        cells = CELLS
+        replay, known[context] = chat_replay(pair, context, tokens, gamma, known.get(context))
     else:
         replay = text_replay(pair, context, tokens, gamma)
-        cells = CELLS[:7]
+    cells = {"chat": CELLS, "text": CELLS[:6], "further": FURTHER}[part]
     bench.replays(replay, context, track, fitting(list(cells), context), bench.deadline)
     replay.close()
 

@@ -378,7 +378,9 @@ def test_compact_keys_want_a_text_and_room(tmp_path):
         prepare(selector, object(), wide.tokenizer)
 
 
-@pytest.mark.parametrize(("text", "layers"), [("14,19-21", (14, 19, 20, 21)), ("none", ()), ("0-3", (0, 1, 2, 3)), (" 5, 7 ", (5, 7))])
+@pytest.mark.parametrize(
+    ("text", "layers"), [("14,19-21", (14, 19, 20, 21)), ("none", ()), ("0-3", (0, 1, 2, 3)), (" 5, 7 ", (5, 7))]
+)
 def test_layers_come_as_numbers_and_ranges(text, layers):
     from dustin.cli_options import LayerList
 
