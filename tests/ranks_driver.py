@@ -27,6 +27,8 @@ CASES: dict[str, dict] = {
     "exact": {"mode": "exact", "exact_block": 8, **SPARSE},
     "quest": {"mode": "sparse", "selector": "quest", **SPARSE},
     "pool": {"mode": "sparse", **SPARSE},
+    "own-sets": {"mode": "sparse", "reselection_layers": (1,), "reselection_by_kv_head": True, **SPARSE},
+    "compact": {"mode": "sparse", "reselection_layers": (1,), "reselection_by_kv_head": True, "reselection_rank": 32, **SPARSE},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dustin.errors import DustinError, ModelError, UsageError
@@ -94,9 +95,13 @@ def forward_order(
     cache: RankCache, num_tokens: Sequence[int], token_set: TokenSet | None, tap: Tap | None, logits: str
 ) -> tuple[dict[str, Any], list[Array]]:
     """Values of a forward's order, and the arrays of its set, which follow the tokens; see `set_of_order`. Raise UsageError
-    on a set with a reselection: its heads would lie on several ranks."""
-    if token_set is not None and token_set.reselection is not None:
-        raise UsageError("reselection layers do not work with --tensor-parallel: leave --reselection-layers out, or set it to none")
+    on a reselection whose heads lie on several ranks."""
+    again = None if token_set is None else token_set.reselection
+    if again is not None and not again.by_kv_head:
+        raise UsageError(
+            "with --tensor-parallel a layer's set cannot be chosen by heads of several ranks: give --reselection-by-kv-head true, "
+            "or --reselection-layers none"
+        )
     layers = [] if token_set is None else sorted(token_set.by_layer)
     sets = [] if token_set is None else [token_set, *(token_set.by_layer[i] for i in layers)]
     values = {
@@ -104,6 +109,7 @@ def forward_order(
         "num_tokens": tuple(int(n) for n in num_tokens),
         "dense_layers": None if token_set is None else tuple(token_set.dense_layers),
         "layers": layers,
+        "again": again,
         "tap": tap,
         "logits": logits,
     }
@@ -116,7 +122,20 @@ def set_of_order(values: Mapping[str, Any], arrays: Sequence[Array]) -> TokenSet
         return None
     pairs = [(arrays[i], arrays[i + 1]) for i in range(0, len(arrays), 2)]
     by_layer = {layer: TokenSet(*pair) for layer, pair in zip(values["layers"], pairs[1:], strict=True)}
-    return TokenSet(*pairs[0], values["dense_layers"], by_layer)
+    return TokenSet(*pairs[0], values["dense_layers"], by_layer, values["again"])
+
+
+def own_reselection(token_set: TokenSet | None, rank: int, spec: ModelSpec, size: int) -> TokenSet | None:
+    """The set with the reselection of the kv heads of `rank`, by its own numbers. Raise UsageError where ranks share a kv head."""
+    if token_set is None or token_set.reselection is None:
+        return token_set
+    if spec.num_kv_heads % size:
+        raise UsageError(
+            f"{size} ranks share {spec.num_kv_heads} kv heads, which then cannot choose sets of their own: start fewer ranks, or "
+            "give --reselection-layers none"
+        )
+    again = token_set.reselection
+    return replace(token_set, reselection=replace(again, heads=own_heads(again.heads, rank, spec.num_heads // size)))
 
 
 def own_heads(heads: Mapping[int, tuple[int, ...]], rank: int, share: int) -> dict[int, tuple[int, ...]]:

@@ -98,6 +98,8 @@ class ParallelMlxModel:
         logits: str = "all",
     ) -> ForwardResult:
         """See Model.forward."""
+        if token_set is not None and token_set.reselection is not None:
+            raise UsageError("reselection layers do not work over several MLX ranks: give --reselection-layers none")
         values, members = forward_order(cache, num_tokens, token_set, tap, logits)
         with self.ranks.together():
             self.order("forward", values, [tokens, *members])

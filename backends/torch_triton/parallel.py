@@ -24,6 +24,7 @@ from dustin.backends.common.mirror import (
     forward_order,
     next_number,
     own_heads,
+    own_reselection,
     raise_first,
 )
 from dustin.backends.torch_triton import loading
@@ -61,6 +62,15 @@ class ParallelModel:
         self._mailbox.append(("limit", self.number, size))
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
 
+    def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
+        """See CompactModel.fit_compact_keys: every rank fits those of its kv heads."""
+        if self.local.compact is not None and self.local.compact.rank == rank:
+            return
+        with self.ranks.together():
+            self.order("fit", {"tokens": tuple(int(token) for token in tokens), "rank": rank})
+            problems = self.ranks.agree(fit_part(self.ranks, self.local, tokens, rank))
+        raise_first(problems)
+
     def new_cache(self, batch: int, capacity: int) -> RankCache:
         """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
         number = next_number()
@@ -83,6 +93,8 @@ class ParallelModel:
     ) -> ForwardResult:
         """See Model.forward."""
         values, members = forward_order(cache, num_tokens, token_set, tap, logits)
+        # Refused here, before any rank begins.
+        own_reselection(token_set, 0, self.spec, self.ranks.size)
         self.order("forward", values, [tokens, *members])
         with self.ranks.together():
             return forward_part(self.ranks, self.spec, self.local, cache.local, tokens, token_set, values)
@@ -93,12 +105,23 @@ def forward_part(
 ) -> ForwardResult:
     """One rank's part of a forward; rank 0 gets the logits and the queries of all tapped heads."""
     tap: Tap | None = values["tap"]
-    ranks.variant = None if tap is None else (tuple(sorted(tap.heads.items())), tap.last_row_only)
+    again = values["again"]
+    ranks.variant = (
+        None if tap is None else (tuple(sorted(tap.heads.items())), tap.last_row_only),
+        None if again is None else tuple(sorted(again.heads.items())),
+    )
+    token_set = own_reselection(token_set, ranks.rank, spec, ranks.size)
     own = None if tap is None else Tap(own_heads(tap.heads, ranks.rank, spec.num_heads // ranks.size), tap.last_row_only)
     out = local.forward(tokens, values["num_tokens"], cache, token_set=token_set, tap=own, logits=values["logits"])
     if tap is None or not tap.heads:
         return out
     return ForwardResult(out.logits, _assemble(ranks, spec, tap, out.queries, tokens, local))
+
+
+def fit_part(ranks: Ranks, local: Any, tokens: Sequence[int], rank: int) -> Problem:
+    """Fit one rank's compact keys, in a forward of all of them; what went wrong."""
+    ranks.variant = "fit"
+    return attempt(lambda: local.fit_compact_keys(tokens, rank))[1]
 
 
 def _assemble(

@@ -17,7 +17,7 @@ from dustin.backends.common.mirror import Mailbox, Mirrored, RankCache, collect,
 from dustin.backends.torch_triton import loading
 from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.model import TorchModel
-from dustin.backends.torch_triton.parallel import Make, ParallelModel, attempt, forward_part, load_shard, partial_scores
+from dustin.backends.torch_triton.parallel import Make, ParallelModel, attempt, fit_part, forward_part, load_shard, partial_scores
 from dustin.backends.torch_triton.ranks import Ranks, join, leave
 from dustin.backends.torch_triton.sharding import Shard
 from dustin.errors import DustinError, RankError, UsageError
@@ -229,6 +229,8 @@ class Follower:
             cache, problem = attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
             if not any(self._ranks.agree(problem)):
                 self._held.caches[values["cache"]] = cache
+        elif what == "fit":
+            self._ranks.agree(fit_part(self._ranks, local, values["tokens"], values["rank"]))
         elif what == "forward":
             forward_part(
                 self._ranks, spec, local, self._held.caches[values["cache"]], tensors[0], set_of_order(values, tensors[1:]), values

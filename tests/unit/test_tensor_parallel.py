@@ -19,7 +19,7 @@ from dustin import cli
 from tests.tiny_model import write
 
 ROOT = Path(__file__).parents[2]
-ALL = ("ar", "dense", "self", "rectified", "exact", "quest", "sparse", "sparse-sampled", "pool")
+ALL = ("ar", "dense", "self", "own-sets", "rectified", "exact", "quest", "sparse", "sparse-sampled", "pool")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,31 @@ def test_ranks_give_the_tokens_of_one(
     """Every mode, greedy and sampled, page bounds and pools; with 4 ranks each kv head lies on two of them."""
     assert len({json.dumps(alone[name]) for name in ("ar", "sparse", "sparse-sampled", "quest", "pool")}) == 5
     assert drive(ranks, size, models, *ALL) == alone
+
+
+def test_compact_keys_are_fitted_on_every_rank(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Each for its own kv heads, which choose by them."""
+    wide = {"hidden_size": 128, "head_dim": 32}
+    folders = write(tmp_path / "target", seed=3, num_hidden_layers=3, **wide), write(tmp_path / "draft", seed=4, **wide)
+    (one,) = finish(start(1, ["tests/ranks_driver.py", *map(str, folders), "sparse", "compact"]))
+    alone = json.loads(one[1])
+    assert alone["compact"] != alone["sparse"]
+    assert drive(ranks, 2, folders, "sparse", "compact") == alone
+
+
+@pytest.mark.parametrize(
+    ("size", "extra", "text"),
+    [
+        ("2", [], "a layer's set cannot be chosen by heads of several ranks: give --reselection-by-kv-head true"),
+        ("4", ["--reselection-by-kv-head", "true"], "4 ranks share 2 kv heads, which then cannot choose sets of their own"),
+    ],
+)
+def test_sets_that_ranks_cannot_choose(models: tuple[Path, Path], size: str, extra: list[str], text: str) -> None:
+    """Refused on rank 0 with what to do."""
+    args = ["generate", "-m", str(models[0]), "--draft-model", str(models[1]), "--device", "cpu", "-p", "hello " * 30, "-n", "4"]
+    args += ["--mode", "sparse", "--budget", "48", "--reselection-layers", "1", *extra, "--tensor-parallel", size]
+    ended = run_dustin(*args)
+    assert ended.returncode == 2 and text in ended.stderr and ended.stderr.count("error:") == 1, ended.stderr
 
 
 @pytest.mark.slow
