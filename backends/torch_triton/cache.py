@@ -46,8 +46,8 @@ class TorchCache(RaggedLengths):
         """Raise ValueError on a shape below 1, MemoryLimitError where 2 * L * B * Nmax * Hkv * D entries do not fit."""
         super().__init__(batch, capacity)
         self.device = torch.device(device)
-        # Compact keys of all layers beside the keys, and who encodes them (see compact_keys).
-        self.compact: Any = None
+        # Who encodes compact keys -> layer -> codes beside the keys (see compact_keys).
+        self.compact: dict[Any, dict[int, torch.Tensor]] = {}
         self.num_bytes = 2 * num_layers * batch * capacity * num_kv_heads * head_dim * dtype.itemsize
         check_memory(self.num_bytes, available_bytes(self.device), batch, capacity)
         shape = (batch, capacity, num_kv_heads, head_dim)

@@ -59,9 +59,8 @@ class CompactKeys:
     def store(self, cache: Any, layer: int) -> torch.Tensor:
         """The codes [rows, Hkv, rank / 2] beside a layer's keys of a cache or its pool (see `flat_keys`), made at first use."""
         owner = getattr(cache, "pool", cache)
-        if getattr(owner, "compact", None) is None or owner.compact[0] is not self:
-            owner.compact = (self, {})
-        made = owner.compact[1]
+        # Kept as long as the keys: captured graphs hold their addresses.
+        made = owner.compact.setdefault(self, {})
         if layer not in made:
             keys = cache.flat_keys(layer)
             made[layer] = torch.zeros(*keys.shape[:2], self.rank // 2, dtype=torch.int8, device=keys.device)

@@ -88,8 +88,8 @@ class PagePool:
                 f"the KV cache asks for {asked} bytes, {free} are free but not in one piece: lower --max-kv-size or --batch"
             ) from error
         self.device = device
-        # Compact keys of all layers beside the keys, and who encodes them (see compact_keys).
-        self.compact: Any = None
+        # Who encodes compact keys -> layer -> codes beside the keys (see compact_keys).
+        self.compact: dict[Any, dict[int, torch.Tensor]] = {}
 
 
 class PagedCache(RaggedLengths):

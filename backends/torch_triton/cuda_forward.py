@@ -241,7 +241,7 @@ class DeviceForward:
     def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> list[Slots]:
         """The set that the rows in flight choose at this layer, or one for each kv head."""
         pool, table = self.pool, inputs.page_table
-        codes = None if again.compact is None else pool.compact[1][index]
+        codes = None if again.compact is None else pool.compact[again.compact][index]
         made = again.choose(q, pool.keys[index], table, inputs.lengths, inputs.num_tokens, index, self.config, codes)
         rest = (inputs.lengths, inputs.num_tokens, table, pool.page_size, q.shape[1])
         return [make_slots(indices, counts, *rest) for indices, counts in made]

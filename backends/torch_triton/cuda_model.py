@@ -52,6 +52,7 @@ class CudaModel:
         angle = torch.arange(config.context_length, dtype=torch.float64)[:, None] * inverse
         self._inverse = inverse
         self.compact: compact_keys.CompactKeys | None = None
+        self._fitted: dict[int, compact_keys.CompactKeys] = {}
         self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
         self._engines: list[_Engine] = []
         self.spec = spec_of(config, weights, name)
@@ -70,8 +71,9 @@ class CudaModel:
 
     def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
         """See CompactModel.fit_compact_keys."""
-        if self.compact is None or self.compact.rank != rank:
-            self.compact = compact_keys.fit_model(self, tokens, rank, self._inverse)
+        if rank not in self._fitted:
+            self._fitted[rank] = compact_keys.fit_model(self, tokens, rank, self._inverse)
+        self.compact = self._fitted[rank]
 
     def new_cache(self, batch: int, capacity: int) -> PagedCache:
         """An empty cache: see Model.new_cache. Pages come from a pool of this model, which lives on for later caches."""

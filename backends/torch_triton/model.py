@@ -77,6 +77,7 @@ class TorchModel:
         inverse, self._amplitude = rope.frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config.context_length)
         self._inverse = inverse.to(self.device)
         self.compact: compact_keys.CompactKeys | None = None
+        self._fitted: dict[int, compact_keys.CompactKeys] = {}
         self.spec = spec_of(config, weights, name)
 
     def limit_vocabulary(self, size: int) -> None:
@@ -89,8 +90,9 @@ class TorchModel:
 
     def fit_compact_keys(self, tokens: Sequence[int], rank: int) -> None:
         """See CompactModel.fit_compact_keys."""
-        if self.compact is None or self.compact.rank != rank:
-            self.compact = compact_keys.fit_model(self, tokens, rank, self._inverse)
+        if rank not in self._fitted:
+            self._fitted[rank] = compact_keys.fit_model(self, tokens, rank, self._inverse)
+        self.compact = self._fitted[rank]
 
     def new_cache(self, batch: int, capacity: int) -> TorchCache:
         """An empty cache: see Model.new_cache."""
