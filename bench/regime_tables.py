@@ -117,3 +117,19 @@ def real() -> str:
         f"the rows). `{first['command']}` at {commits}."
     )
     return markdown([*header], lines) + "\n\n" + note
+
+
+def real_summary() -> list[list[str]]:
+    """Lines of the README: a real pair at its largest context and batch, and transformers beside it."""
+    made = [row for row in rows.read(FILE) if row["weights"] == "real" and row["text"] == "code"]
+    if not made:
+        return []
+    largest = max((row["context"], row["batch"]) for row in made)
+    cell = {row["mode"]: row for row in made if (row["context"], row["batch"]) == largest}
+    where = f"one {made[0]['card'].removeprefix('NVIDIA ')}, Qwen2.5-Coder 1.5B + 0.5B, {largest[0]} tokens x {largest[1]}"
+    lines = []
+    for mode, same in (("auto", "same output"), ("sparse", "approximate"), ("transformers generate (sdpa)", "same output")):
+        if mode in cell:
+            name = f"{where}: `{mode}`" if not lines else f"the same: `{mode}`"
+            lines.append([name, f"{cell[mode]['tokens_per_second']:.0f} tok/s", f"{cell[mode]['ratio']:.2f}x", same])
+    return lines

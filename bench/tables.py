@@ -118,6 +118,7 @@ def summary() -> str:
         best = max((row for row in decoded if row["batch"] == most and row["mode"].startswith(kind)), key=lambda row: row["ratio"])
         where = f"one {best['card'].removeprefix('NVIDIA ')}, Qwen2.5-7B + 0.5B shapes, {best['context']} tokens x {most}: `{kind}`"
         lines.append([where, f"{best['tokens_per_second']:.0f} tok/s", f"{best['ratio']:.2f}x", same + "; random weights"])
+    lines += regime_tables.real_summary()
     attended = next(
         row for row in rows.read(rows.RESULTS / "attention.jsonl")
         if (row["shape"], row["context"], row["batch"], row["budget"]) == ("64/8/128, 80 layers", 32768, 16, 512)
