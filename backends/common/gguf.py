@@ -14,6 +14,7 @@ from dustin.errors import ModelError
 from dustin.gguf_metadata import read_tables
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MOST_LAYERS = 10_000
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -80,7 +81,9 @@ def open_gguf(path: Path) -> tuple[ModelConfig, Fetch, Callable[[str], tuple[int
         if gguf_name(name) not in file:
             return None
         out = file.read(gguf_name(name), dim, start, stop)
-        if config.architecture == "LlamaForCausalLM" and name.rsplit(".", 2)[-2] in ("q_proj", "k_proj"):
+        turned = config.architecture == "LlamaForCausalLM" and name.rsplit(".", 2)[-2] in ("q_proj", "k_proj")
+        # Of another size than heads have the caller refuses it.
+        if turned and not (config.head_dim % 2 or len(out) % config.head_dim):
             out = unpermute(out, len(out) // config.head_dim)
         return out
 
@@ -105,13 +108,19 @@ def config_from_gguf(
             raise ModelError(f"{path} lacks the key {kind}.{key}: the file is damaged or incomplete")
         return value
 
-    heads, layers, hidden = get("attention.head_count"), get("block_count"), get("embedding_length")
+    def size(key: str, default: Any = None, most: int = 1 << 31) -> int:
+        value = get(key, default)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise ModelError(f"{kind}.{key} of {path} is {value!r}, expected a number from 1 to {most}: the file is damaged")
+        return value
+
+    heads, layers, hidden = size("attention.head_count"), size("block_count", most=_MOST_LAYERS), size("embedding_length")
     if fields.get(f"{kind}.expert_count"):
         raise ModelError(f"{path} is a mixture of experts, expected a dense {kind} model")
     vocab = fields.get(f"{kind}.vocab_size", num_tokens)
     if vocab is None:
         raise ModelError(f"{path} has neither {kind}.vocab_size nor a token list")
-    head_dim = get("attention.key_length", hidden // heads)
+    head_dim = size("attention.key_length", hidden // heads)
     if fields.get(f"{kind}.rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{path} turns part of a head (rope.dimension_count), expected all {head_dim} dimensions")
     scaling: dict[str, Any] = {"rope_type": "default", "frequency_factors": factors}
@@ -124,12 +133,12 @@ def config_from_gguf(
         architecture=ARCHITECTURES[kind],
         vocab_size=int(vocab),
         hidden_size=hidden,
-        intermediate_size=get("feed_forward_length"),
+        intermediate_size=size("feed_forward_length"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
+        num_kv_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        context_length=get("context_length"),
+        context_length=size("context_length"),
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon", 1e-6)),
         rope_theta=float(get("rope.freq_base", 10000.0)),
         rope_scaling=scaling,

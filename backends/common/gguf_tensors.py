@@ -51,6 +51,8 @@ class TensorFile:
                 values, width = GGML_QUANT_SIZES[kind]
             except (ValueError, KeyError) as error:
                 raise ModelError(f"tensor {name} of {path} is of GGML type {place.kind}, which this gguf package lacks") from error
+            if 0 in place.shape:
+                raise ModelError(f"tensor {name} of {path} has shape {place.shape}: the file is damaged. Fetch it again")
             if place.shape[-1] % values:
                 raise ModelError(f"tensor {name} of {path} has rows of {place.shape[-1]}, expected a multiple of {values}")
             count = int(np.prod(place.shape, dtype=object))

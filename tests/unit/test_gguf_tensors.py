@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dustin.backends.common.gguf import unpermute
 from dustin.backends.common.gguf_tensors import TensorFile, threads
+from dustin.backends.torch_triton.gguf_loading import open_gguf
+from dustin.backends.torch_triton.weights import build
 from dustin.errors import ModelError
 from dustin.gguf_metadata import read_metadata, read_tables
 
@@ -94,6 +98,13 @@ def test_a_truncated_file_is_named(file: Path, tmp_path: Path) -> None:
         assert str(cut) in str(raised.value)
 
 
+def test_a_tensor_without_entries_is_named(file: Path) -> None:
+    """A damaged table."""
+    place = read_tables(file)[1]["Q4_0"]
+    with pytest.raises(ModelError, match="tensor Q4_0 of .* has shape"):
+        TensorFile(file, {"Q4_0": replace(place, shape=(0, 32))})
+
+
 def test_an_unknown_kind_is_named(file: Path, tmp_path: Path) -> None:
     """A newer file than the package."""
     content = bytearray(file.read_bytes())
@@ -114,3 +125,42 @@ def test_threads_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Monkey
         monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
         found[value] = threads()
     assert found == {"1": 16, "2": 16, "8": 4, "100": 1, "many": 16, "0": 16}
+
+
+def write_llama(path: Path) -> Path:
+    """A model of one layer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "block_count": 1, "context_length": 64, "embedding_length": 16, "feed_forward_length": 24, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "vocab_size": 19,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{name}", value)
+    shapes = {"token_embd": (19, 16), "output_norm": (16,), "blk.0.attn_norm": (16,), "blk.0.ffn_norm": (16,)}
+    shapes |= {"blk.0.attn_q": (16, 16), "blk.0.attn_k": (8, 16), "blk.0.attn_v": (8, 16), "blk.0.attn_output": (16, 16)}
+    shapes |= {"blk.0.ffn_gate": (24, 16), "blk.0.ffn_up": (24, 16), "blk.0.ffn_down": (16, 24)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_damaged_headers_end_in_one_error(tmp_path: Path) -> None:
+    """Any bytes of the tables: the file is read as it says, or refused by name."""
+    content = write_llama(tmp_path / "whole.gguf").read_bytes()
+    head = content.index(b"blk.0.ffn_down.weight") + 60
+    random, refused = np.random.default_rng(0), 0
+    for _ in range(400):
+        damaged = bytearray(content)
+        for at in random.integers(4, head, random.integers(1, 4)):
+            damaged[at] = random.choice([0, 1, 255, random.integers(256)])
+        (tmp_path / "damaged.gguf").write_bytes(damaged)
+        try:
+            config, fetch = open_gguf(tmp_path / "damaged.gguf")
+            build(config, fetch, torch.float32, torch.device("cpu"))
+        except ModelError as error:
+            refused += 1
+            assert "damaged.gguf" in str(error) or "tensor" in str(error)
+    assert 100 < refused < 400
