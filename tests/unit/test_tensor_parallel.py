@@ -312,7 +312,7 @@ def test_a_rank_that_cannot_start_is_named(models: tuple[Path, Path], tmp_path: 
     assert ended.stderr == "error: rank 1 failed with exit code 7 before the ranks had joined\n"
 
 
-@pytest.mark.parametrize("args", ["--help", "--version", "generate -m x -h", "doctor --help", "config"])
+@pytest.mark.parametrize("args", ["--version", "generate -m x -h", "config"])
 def test_what_splits_no_model_waits_for_nobody(args: str) -> None:
     """Under torchrun's variables rank 0 answers alone, the others end."""
     for rank in ("0", "1"):
