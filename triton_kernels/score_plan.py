@@ -138,7 +138,8 @@ def score_shape(
             # Long chunks as long as programs fill the processors several times.
             slabs = batch * layers * kv_groups
             chunk = next((c for c in (2048, 1024) if slabs * triton.cdiv(nmax, c) >= 512), 512)
-            config = ScoreConfig(64 if block_m > 32 or dim > 128 else 128, chunk)
+            # Sixteen columns of a product are few enough for direct stores to gain; thirty-two lost by them.
+            config = ScoreConfig(64 if block_m > 32 or dim > 128 else 128, chunk, direct=block_m == 16 and dim == 128)
     # Statistics of all chunks of a lane are combined in one tile: at most 64 of them.
     chunk = max(config.chunk, power_of_two(triton.cdiv(nmax, 64)))
     num_chunks = triton.cdiv(nmax, chunk)

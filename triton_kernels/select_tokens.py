@@ -235,8 +235,8 @@ class SelectWorkspace:
         self.num_candidates = torch.empty((2, lists), dtype=torch.int32, device=device)
 
 
-def _warps(block: int) -> int:
-    return min(16, max(4, block // 512))
+def _warps(block: int, each: int = 512) -> int:
+    return min(16, max(4, block // each))
 
 
 def select_tokens(
@@ -318,7 +318,7 @@ def select_tokens(
         target, draft, lengths, workspace.candidates[source], workspace.num_candidates[source], indices, counts,
         *strides, indices.stride(0), *quota, lists,
         BLOCK=block, BLOCK_K=power_of_two(budget), CAPACITY=shape.capacity, GROUP=shape.group,
-        num_warps=_warps(block), **common,
+        num_warps=_warps(block, 256 if shape.levels else 512), **common,
     )  # fmt: skip
     return indices, counts
 
