@@ -160,6 +160,7 @@ def mlx_cuda() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "serve": serve_tables.serve,
+    "serve_cuda": serve_tables.serve_cuda,
     "slots": serve_tables.slots,
     "mlx_cuda": mlx_cuda,
     "summary": summary,
