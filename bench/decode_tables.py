@@ -63,15 +63,17 @@ def parts() -> str:
     names = ("round", "draft", "score", "select", "verify_attention", "verify_gemms", "accept", "host")
     lines = []
     for row in whole_rounds():
-        if row.get("verify_attention_us") is None or (row["scoring"], row["mode"]) in ((DEFAULT, "ar"),):
+        # With the default scoring, or another budget, the scores and the sparse attention alone differ.
+        if row.get("verify_gemms_us") is None or row["scoring"] == DEFAULT or row.get("budget") not in (None, USUAL_BUDGET):
             continue
         if row.get("exact_block"):
-            text = f"the check of {_label(row)}, after {row['rounds_per_check']} sparse rounds"
+            several = "s" if row["rounds_per_check"] > 1 else ""
+            text = f"the check of {_label(row)}, after {row['rounds_per_check']} sparse round{several}"
             row = row | {"round_us": 1e3 * row["check_ms"]}
         else:
             text = _label(row)
-        heads = "" if row["mode"] == "ar" else ", " + row["scoring"]
-        lines.append([f"{text}, batch {row['batch']}{heads}", *(_ms(row.get(f"{name}_us")) for name in names)])
+        text += ", scoring heads in one kv head" if "one kv head" in row["scoring"] else ""
+        lines.append([f"{text}, batch {row['batch']}", *(_ms(row.get(f"{name}_us")) for name in names)])
     note = (
         "Milliseconds; each part captured and timed alone, host is what the whole round takes beyond its graph. The check of a "
         "block includes the drafts that end it."
