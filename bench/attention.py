@@ -158,9 +158,9 @@ def tune(run: Round, kind: str) -> AttentionConfig:
 
 
 SCORE_CANDIDATES = [
-    (keep, ScoreConfig(block_n, chunk, stages))
+    (keep, ScoreConfig(block_n, chunk, stages, direct=direct))
     for block_n, chunk, stages in ((64, 512, 3), (64, 1024, 3), (64, 1024, 4), (128, 512, 2), (128, 1024, 3), (128, 2048, 3))
-    for keep in (True, False)
+    for keep, direct in ((True, False), (True, True), (False, False))
 ]
 
 
@@ -177,7 +177,7 @@ def tune_scoring(run: Round) -> str:
             timed.append((time_us([launch] * 2, 5) / 2, keep, config))
         elapsed, keep, config = min(timed, key=lambda entry: entry[0])
         setter(keep, config)
-        logits = "kept" if keep else "recomputed"
+        logits = "stored directly" if config.direct else "kept" if keep else "recomputed"
         said.append(f"{name} {elapsed:.1f} us ({logits}, {config.block_n}/{config.chunk}, {config.num_stages} stages)")
     return ", ".join(said)
 

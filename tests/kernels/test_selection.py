@@ -19,7 +19,9 @@ def test_scores(device: str, keep: bool, direct: bool, softcap: float, wide: boo
     heads = (6, 2, 16) if small else (28, 4, 128)
     lengths = [150, 20, 7] if small else [5000, 1024, 33]
     query_heads, num_rows = ([1, 5, 0], [2, 1, 0]) if small else ([3, 27, 0, 1, 8], [5, 2, 0])
-    for dtype in [torch.float32] if small else [torch.float32, torch.float16, torch.bfloat16]:
+    # Direct stores are of 16-bit weights alone.
+    few = [torch.float16] if direct else [torch.float32]
+    for dtype in few if small else [torch.float32, torch.float16, torch.bfloat16]:
         case = paged_case(device, dtype, lengths=lengths, num_tokens=[0] * 3, tokens=1, heads=heads, page_size=32)
         columns = max(lengths) + 1
         group = heads[0] // heads[1]
