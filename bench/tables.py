@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from bench import decode_tables, exact_table, fidelity_required, fidelity_tables, regime_tables, rows, serve_tables
+from bench import decode_tables, exact_table, fidelity_required, fidelity_tables, limit_tables, regime_tables, rows, serve_tables
 from bench.decode_tables import markdown
 
 PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
@@ -174,6 +174,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regimes_7b": partial(regime_tables.regimes, "Qwen2.5-7B"),
     "regimes_1_5b": partial(regime_tables.regimes, "Qwen2.5-1.5B"),
     "auto": regime_tables.auto,
+    "real": regime_tables.real,
     "several_cards": decode_tables.several_cards,
     "attention": attention,
     "exact": exact_table.exact,
@@ -187,6 +188,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity_drift": fidelity_tables.drift,
     "fidelity_acceptance": fidelity_tables.acceptance,
     "fidelity_both_sides": fidelity_tables.both_sides,
+    "limits": limit_tables.limits,
+    "own_sets": limit_tables.own_sets,
 }
 
 
