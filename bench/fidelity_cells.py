@@ -244,6 +244,8 @@ def answer(pair: Pair, context: int, per_document: int, ways: list[Way], deadlin
             way.scores += [task.score(text) for (_, task), text in zip(part, texts, strict=True)]
             for cache in caches:
                 cache.rollback([context] * len(part))
+            # The loop's own name would keep the last cache over the next batch, which then has to find as much memory again.
+            del cache
             # Engines refer to themselves: without this their caches would outlive them, and the next batch find no memory.
             gc.collect()
         del caches

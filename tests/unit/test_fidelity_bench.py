@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,29 @@ def test_documents_come_back_after_a_shorter_context(models: list[str]) -> None:
         assert reading.cache.lengths == (1600, 1600)
         for mine, before in zip(reading.cache.dump(1), rows, strict=True):
             np.testing.assert_allclose(mine, before, rtol=1e-3, atol=1e-4)
+
+
+def test_a_batch_of_questions_lets_its_caches_go_before_the_next(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = load(*models, device="cpu", dtype="float32")
+    documents = fidelity_documents.make(session.tokenizer, [1600], 1, 8, 0)
+    pair = fidelity_cells.Pair(session, documents, 1600, 64, 256, 2)
+    kind, alive, taken = type(pair.readings[0].cache), [], []
+    take = kind.take
+
+    def counted(cache, rows, capacity=None):
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in taken))
+        made = take(cache, rows, capacity)
+        taken.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(kind, "take", counted)
+    scoring = fidelity_cells.named_scoring("heuristic", session, {})
+    ways = [fidelity_cells.Way("dense", "dense", "dustin", scoring, "heuristic", 256)]
+    asked = fidelity_cells.answer(pair, 1600, 3, ways, float("inf"))
+    assert len(asked) == len(ways[0].scores) == 3
+    # Three batches, each of a target's and a draft's copy: none finds one of those before it.
+    assert alive == [0, 1] * 3
 
 
 def test_an_unknown_track_is_named(models: list[str], tmp_path: Path) -> None:
