@@ -52,10 +52,11 @@ class Reselection:
     """Layers that choose a set of their own in the middle of a forward, from the in-flight rows' queries.
 
     `heads` maps each to the query heads that score there, whose keys are read whole. It reads sinks, recent tokens, then the
-    best by the mean over those heads and a sequence's first `max_rows` valid rows of the softmax over [0, lengths[b]);
-    `budget` tokens in all, ties to the lower index. With `max_rows` 1 the set depends on committed tokens alone, whatever was
-    drafted. With a `rank` the softmax is over compact keys of that many numbers (see CompactModel) instead of whole ones. With
-    `by_kv_head` each kv head reads what the scoring heads among its own query heads choose; each needs one at least.
+    best by the mean over those heads and a sequence's first `max_rows` valid rows (on a GPU no more than 128 / the query heads
+    of a kv head) of the softmax over [0, lengths[b]); `budget` tokens in all, ties to the lower index. With `max_rows` 1 the
+    set depends on committed tokens alone, whatever was drafted. With a `rank` the softmax is over compact keys of that many
+    numbers (see CompactModel) instead of whole ones. With `by_kv_head` each kv head reads what the scoring heads among its own
+    query heads choose; each needs one at least.
     """
 
     heads: Mapping[int, tuple[int, ...]]
