@@ -195,3 +195,21 @@ def both_sides() -> str:
     head = ["model", "context x batch", "drafts", "dense speculation", "sparse, dense draft", "both sides sparse"]
     note = "Times plain decoding's tokens a second; random weights, acceptance drawn alike for all three (`decode.jsonl`)."
     return markdown(head, lines) + "\n\n" + note
+
+
+def selectors() -> str:
+    """Every selector on the same traces (`python -m bench selectors`)."""
+    from bench.tables import markdown
+
+    made = rows.read(rows.RESULTS / "selectors.jsonl")
+    names = ("agreement", "kl", "perplexity_ratio", "recovery_mean", "recovery_p5")
+    lines = []
+    for row in made:
+        cells = [_number(row, name) for name in names]
+        flips, share = _number(row, "hard_flips", True), _number(row, "share_of_dense_bytes", True)
+        lines.append([row["selector"], cells[0], flips, *cells[1:], share])
+    head = ["selector", "agreement", "hard flips %", "KL", "perplexity ratio", "recovery", "its 5th percentile", "bytes %"]
+    first = made[0]
+    where = f"Chat at {first['context']}, k = {first['budget']}, {first['documents']} documents"
+    note = f"{where}; `{first['command']}` at {first['commit']}."
+    return markdown(head, lines) + "\n\n" + note

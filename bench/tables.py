@@ -188,6 +188,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity_drift": fidelity_tables.drift,
     "fidelity_acceptance": fidelity_tables.acceptance,
     "fidelity_both_sides": fidelity_tables.both_sides,
+    "selectors": fidelity_tables.selectors,
     "limits": limit_tables.limits,
     "own_sets": limit_tables.own_sets,
 }
