@@ -26,7 +26,7 @@ def transformers_model(model: Any) -> Any:
         max_position_embeddings=c.context_length, rms_norm_eps=c.rms_norm_eps, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
     )  # fmt: skip
-    if c.architecture != "Qwen2ForCausalLM" or c.rope_scaling:
+    if c.architecture != "Qwen2ForCausalLM" or (c.rope_scaling or {}).get("rope_type", "default") != "default":
         raise ValueError(f"{model.spec.name} is {c.architecture} (rope scaling {c.rope_scaling}), expected Qwen2 without scaling")
     with torch.device(model.device):
         made = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa").eval()

@@ -182,7 +182,9 @@ class Engine:
         model, lengths = self.drafter.model, [row.committed for row in self.rows if row.active]
         if model is None or self.drafter.tap is None or not self.options.sparse_draft or not self.warp.greedy or not lengths:
             return False
-        heavy = sum(lengths) * model.spec.bytes_per_kv_token >= _SPARSE_DRAFT_SHARE * model.spec.weight_bytes
+        # Where scores are a kernel's, a set costs less than dense draft steps in every cell measured (docs/results.md).
+        share = 0.0 if getattr(self.backend, "scores_all", False) else _SPARSE_DRAFT_SHARE
+        heavy = sum(lengths) * model.spec.bytes_per_kv_token >= share * model.spec.weight_bytes
         return heavy and max(lengths) >= 2 * self.options.budget
 
     def draft(self, taking: set[int], most: int, sparse: bool) -> Drafts:

@@ -10,6 +10,7 @@ from dustin.evidence import Costs, Habits
 from dustin.plans import Plan
 
 AR = Plan("ar")
+_BLOCK_DRAFTS = (1, 2, 3, 4, 6, 8)
 
 
 class Outlook:
@@ -18,8 +19,10 @@ class Outlook:
     def __init__(self, drafter: str, drafts: Sequence[int], blocks: Sequence[int], budgets: Sequence[int]) -> None:
         self._drafter, self._drafts, self._blocks, self._budgets = drafter, drafts, blocks, budgets
         self._dense = {n: Plan("dense", n) for n in drafts}
+        # Blocks hardly tell neighbouring numbers of drafts apart, and each to be thought through takes time.
+        block_drafts = [0, *(n for n in drafts if n in _BLOCK_DRAFTS or n == drafts[-1])]
         self._exact = {
-            budget: {(n, block): Plan("exact", n, block, budget) for n in (0, *drafts) for block in blocks if block > n}
+            budget: {(n, block): Plan("exact", n, block, budget) for n in block_drafts for block in blocks if block > n}
             for budget in budgets
         }
 

@@ -202,11 +202,13 @@ class AutoPlanner:
         """What the last round showed: one look, or (mode exact) the sparse rounds of a block and its check."""
         plan, costs, habits = self._plan, self.costs, self.habits
         self._now += seconds
-        self.prices.elapsed += seconds
         self._seen_at[plan.family] = self._now
         for look in looks:
             kind = f"sparse {plan.budget}" if look.kind == "sparse" else look.kind
-            costs.observe(kind, plan.exact_block if look.kind == "check" else look.planned, look.seconds)
+            size = plan.exact_block if look.kind == "check" else look.planned
+            # The time that a new size's recording and compilation took promises nothing of what is to come.
+            self.prices.elapsed += look.seconds if costs.clocks[kind].count(size) else 0.0
+            costs.observe(kind, size, look.seconds)
             if look.kind == "dense" or (look.kind == "last" and look.accepted):
                 habits.dense.observe(look.accepted, look.planned)
             elif look.kind == "sparse":
