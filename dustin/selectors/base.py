@@ -25,6 +25,11 @@ class BaseSelector:
         self._scoring = scoring
         self._restarted: set[int] = set()
 
+    @property
+    def scoring(self) -> Scoring:
+        """What it scores with, options applied."""
+        return self._scoring
+
     def select(self, context: SelectionContext) -> TokenSet | None:
         """The set of this round, or None for dense attention."""
         raise NotImplementedError
