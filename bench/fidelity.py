@@ -71,7 +71,8 @@ def run(session: Any, opts: dict[str, Any]) -> None:
     contexts = _lengths("--contexts", opts["contexts"])
     regions = sorted({*contexts, *(_lengths("--regions", opts["regions"]) if opts["regions"] else ())})
     longest, lists = max(contexts), ["words"] if "words" in tracks else []
-    room = max(opts["tokens"], opts["drift_tokens"] if min(contexts) == longest else 0, 160) + 128
+    long_answers = opts["drift_tokens"] if "drift" in tracks and min(contexts) == longest else 0
+    room = max(opts["tokens"], long_answers, 160) + 128
     most = session.target.spec.context_length
     if max(regions) + room > most:
         raise click.UsageError(f"context {max(regions)} and {room} tokens more do not fit the model's {most}")
