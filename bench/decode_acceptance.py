@@ -28,6 +28,12 @@ class Acceptance:
             p = CHECK_AGREEMENT if kind == "check" else AGREEMENT
             return [(1 - p) * p**n for n in range(most)] + [p**most]
         known = self.shares[kind]
+        if most >= len(known) and kind == "check":
+            # Longer blocks than were measured: what was kept whole goes on to be kept as it was on average so far.
+            longest, whole = len(known) - 1, known[-1]
+            rate = whole ** (1 / longest)
+            tail = [whole * (1 - rate) * rate**n for n in range(most - longest)]
+            return [*known[:longest], *tail, whole * rate ** (most - longest)]
         if most >= len(known):
             raise click.UsageError(f"{kind}: {most} drafts, but kept drafts were measured up to {len(known) - 1} only")
         return [*known[:most], sum(known[most:])]

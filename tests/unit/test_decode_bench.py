@@ -36,6 +36,11 @@ def test_measured_histograms_are_merged_by_kind_and_cut_at_the_drafts_asked_for(
     assert every.expected("sparse", 1) == pytest.approx(1 + 4 / 8)
     assert acceptance.measured(path, "code").expected("sparse", 4) == pytest.approx(4.0)
     assert every.expected("check", 8) == 9.0
+    # A longer block goes on as the measured one: kept whole there, so here; else with the mean rate.
+    assert every.expected("check", 20) == 21.0
+    mixed = acceptance.Acceptance("", {"check": [0.5, 0.0, 0.5]})
+    longer = mixed.shares_of("check", 4)
+    assert sum(longer) == pytest.approx(1) and longer[:2] == [0.5, 0.0] and longer[4] == pytest.approx(0.25)
     assert every.most("dense") == 128
     with pytest.raises(click.UsageError, match="measured up to 4"):
         every.expected("sparse", 5)
