@@ -200,3 +200,24 @@ def test_a_chain_of_draft_steps_equals_the_steps_one_by_one(sparse, dtype, monke
     assert model.draft_greedy(fed, counts, caches[1], 2, token_set=TokenSet(prompt, prompt, dense_layers=(0,)), tap=tap) is None
     with pytest.raises(ValueError, match="num_tokens"):
         model.draft_greedy(fed, counts, caches[1], 30, tap=tap)
+
+
+@interpreted
+def test_what_was_recorded_keeps_no_cache_alive():
+    """Calls are kept by their shape for as long as the model lives; the pages of their first cache must not be."""
+    import gc
+
+    from dustin.interfaces import TokenSet
+
+    _, model = make_models()
+    cache = model.new_cache(2, 64)
+    pool = cache.pool
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+    model.forward(tokens, [12, 12], cache, logits="last")
+    chosen = TokenSet(torch.arange(8, dtype=torch.int32).repeat(2, 1), torch.full((2,), 8, dtype=torch.int32))
+    model.forward(tokens[:, :3], [3, 3], cache, token_set=chosen, logits="all")
+    model.draft_greedy(tokens[:, :1], [1, 1], cache, 2, token_set=chosen, set_lengths=[12, 12])
+    assert pool.allocator.num_free < pool.allocator.num_pages
+    del cache
+    gc.collect()
+    assert pool.allocator.num_free == pool.allocator.num_pages
