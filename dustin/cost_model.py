@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,7 +271,8 @@ def find(card: str, target: ModelSpec, draft: ModelSpec | None, drafter: str) ->
     """The costs for these models on `card` (the driver's name of it); None where nothing of it was measured."""
     if not card or drafter not in ("draft", "lookup"):
         return None
-    pairs = [pair for name, known in _shipped().items() if name.lower() in card.lower() for pair in known]
+    # As a word of it: a GH200 is no H200.
+    pairs = [pair for name, known in _shipped().items() if re.search(rf"\b{re.escape(name)}\b", card, re.I) for pair in known]
     if not pairs:
         return None
     return CardCosts(min(pairs, key=lambda pair: _distance(pair, target, draft)), target, draft, drafter)
