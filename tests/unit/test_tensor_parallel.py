@@ -94,7 +94,9 @@ def test_ranks_give_the_tokens_of_one(
 ) -> None:
     """Every mode, greedy and sampled, page bounds and pools; with 4 ranks each kv head lies on two of them."""
     assert len({json.dumps(alone[name]) for name in ("ar", "sparse", "sparse-sampled", "quest", "pool")}) == 5
-    assert drive(ranks, size, models, *ALL) == alone
+    # A kv head that several ranks hold cannot choose a set of its own.
+    cases = [name for name in ALL if size == 2 or name != "own-sets"]
+    assert drive(ranks, size, models, *cases) == {name: alone[name] for name in cases}
 
 
 def test_compact_keys_are_fitted_on_every_rank(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
