@@ -24,13 +24,23 @@ from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.interfaces import Tap, TokenSet, Verdict
 from dustin.triton_kernels import accept
 from dustin.triton_kernels.argmax_rows import argmax_rows
+from dustin.triton_kernels.runtime import power_of_two
 from dustin.triton_kernels.score_heads import HeadGroups, group_heads, score_layers
 from dustin.triton_kernels.select_tokens import select_tokens
 
 # Rows times heads of a kv head that score_layers takes at once.
 SCORE_ROWS = 128
+# Fewer rows than this, but more than one, are padded to it; more to the next power of two: the kernels and graphs of one number of
+# rows then serve several numbers of drafts.
+LEAST_ROWS = 4
 # Larger sets (pools) are chosen by torch's own operations: the kernel sorts what it chooses in registers.
 MAX_SELECTED = 2048
+
+
+def padded_rows(rows: int, heads: int) -> int:
+    """Rows that are scored instead of `rows` with so many heads of a kv head each: one of few numbers, or as they are."""
+    wide = rows if rows <= 1 else max(LEAST_ROWS, power_of_two(rows))
+    return wide if wide * heads <= SCORE_ROWS else rows
 
 
 class CudaBackend(TorchBackend):
@@ -87,9 +97,17 @@ class CudaBackend(TorchBackend):
         pages = self._columns(max(1, -(-max(ends) // page_size)), cache.page_table.shape[1])
         spec, scale, columns = model.spec, model.scale, pages * page_size
         total = sum(q.shape[1] * q.shape[2] for q in queries.values())
+        counts = {q.shape[1] for q in queries.values()}
+        rows = max(counts) if len(counts) == 1 else None
         alike: dict[tuple[torch.Size, torch.Size], list[tuple[int, torch.Tensor, HeadGroups]]] = {}
+        inputs = {"ends": host_values(ends, torch.int32, self._device), "page_table": cache.page_table}
+        if rows is not None:
+            inputs["rows"] = host_values([rows] * cache.batch, torch.int32, self._device)
         for layer, q in queries.items():
             groups = group_heads(tap.heads[layer], spec.num_heads, spec.num_kv_heads, self._device)
+            if rows is not None:
+                q = F.pad(q, (0, 0, 0, 0, 0, padded_rows(rows, groups.heads.shape[1]) - rows))
+            inputs[str(layer)] = q
             alike.setdefault((q.shape, groups.heads.shape), []).append((layer, cache.pool.keys[layer], groups))
 
         def work(inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -100,16 +118,19 @@ class CudaBackend(TorchBackend):
             for (shape, heads), layers in alike.items():
                 for start in range(0, shape[1], size := max(1, SCORE_ROWS // heads[1])):
                     parts = [inputs[str(layer)][:, start : start + size] for layer, *_ in layers]
-                    num_rows = parts[0].shape[1]
+                    taken, fed = parts[0].shape[1], inputs.get("rows")
+                    if fed is None or rows is None or size < shape[1]:
+                        fed = torch.full_like(ends, taken)
+                    else:
+                        # Padded rows do not count. The share of equal numbers of rows is the same for any number.
+                        taken = rows
                     score_layers(
                         parts, [keys for _, keys, _ in layers], table, ends, [each for *_, each in layers], scores,
-                        num_rows=torch.full_like(ends, num_rows), weight=num_rows * shape[2] / total, add=added, scale=scale,
+                        num_rows=fed, weight=taken * shape[2] / total, add=added, scale=scale,
                     )  # fmt: skip
                     added = True
             return (scores,)
 
-        inputs = {str(layer): q for layer, q in queries.items()}
-        inputs |= {"ends": host_values(ends, torch.int32, self._device), "page_table": cache.page_table}
         key = ("score", columns, tuple((layer, tuple(tap.heads[layer])) for layer in queries))
         return self._replays(cache.pool, key, inputs, work)[0]
 

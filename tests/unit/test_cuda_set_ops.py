@@ -158,3 +158,34 @@ def test_a_profile_s_pool_is_left_out_where_scoring_all_tokens_costs_less(sides)
                 refresh = session._scoring(session.options).refresh
             assert refresh == (1 if hasattr(backend, "plain_selection") and not plain else 4)
     sides[1][0].plain_selection = False
+
+
+@interpreted
+def test_one_kernel_scores_several_numbers_of_rows(sides, monkeypatch):
+    """Rows are padded to few sizes, in shape and in what the launch is specialised on; padding counts for nothing."""
+    from dustin.backends.torch_triton import cuda_backend
+
+    backend, model, cache, queries, tap = sides[1]
+    made, plain, seen = {}, cuda_backend.score_layers, []
+
+    def watched(parts, *given, **named):
+        seen.append((parts[0].shape[1], named["weight"], named["num_rows"].tolist()))
+        return plain(parts, *given, **named)
+
+    monkeypatch.setattr(cuda_backend, "score_layers", watched)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8):
+        given = {layer: q.repeat(1, 3, 1, 1)[:, :rows] for layer, q in queries.items()}
+        made[rows] = given, backend.score(given, tap, model, cache, cache.lengths)
+    assert [wide for wide, *_ in seen] == [1, 4, 4, 4, 8, 8, 8, 8]
+    assert {weight for _, weight, _ in seen} == {seen[0][1]}
+    assert [counted for *_, counted in seen] == [[rows] * 2 for rows in made]
+    monkeypatch.setattr(cuda_backend, "padded_rows", lambda rows, heads: rows)
+    for given, scores in made.values():
+        assert torch.allclose(backend.score(given, tap, model, cache, cache.lengths), scores, atol=1e-6)
+
+
+def test_rows_are_padded_as_far_as_one_launch_reaches():
+    from dustin.backends.torch_triton.cuda_backend import SCORE_ROWS, padded_rows
+
+    assert [padded_rows(n, 7) for n in (1, 2, 4, 5, 8, 9, 16, 17)] == [1, 4, 4, 8, 8, 16, 16, 17]
+    assert all(n <= padded_rows(n, heads) <= max(n, SCORE_ROWS // heads) for n in range(1, 70) for heads in (1, 2, 4, 7, 14, 64))
