@@ -135,15 +135,18 @@ def engine_ms(everything: list[dict[str, Any]]) -> dict[str, float]:
     return added | ({"check": added["dense"]} if "dense" in added else {})
 
 
-def auto_choice(pair: PairCosts, acceptance: Acceptance, cell: dict[str, Any], own: bool = False) -> dict[str, Any]:
+def auto_choice(
+    pair: PairCosts, acceptance: Acceptance, cell: dict[str, Any], own: bool = False, recorded: bool = False
+) -> dict[str, Any]:
     """What mode auto settles on in a cell when rounds keep what `acceptance` says, and its speed by that cell's own parts.
 
-    The planner is given `pair`'s grid without this cell, unless `own`: so it is its interpolation that is judged.
+    The planner is given `pair`'s grid without this cell, unless `own`: so it is its interpolation that is judged. `recorded`: it
+    tries the few numbers of drafts that it does where each has shapes to record.
     """
     context, batch, budget = cell["context"], cell["batch"], cell["budget"]
     others = tuple(c for c in pair.cells if own or (c.context, c.batch) != (context, batch))
     specs = [_spec(shape) for shape in (pair.target, pair.draft)]
-    planner = AutoPlanner(specs[0], "draft", budget, MOST_DRAFTS, MOST_BLOCK)
+    planner = AutoPlanner(specs[0], "draft", budget, MOST_DRAFTS, MOST_BLOCK, recorded=recorded)
     planner.prices.cards["draft"] = CardCosts(replace(pair, cells=others, engine_ms={}), *specs, "draft")
     for kind, habit in (("dense", planner.habits.dense), ("sparse", planner.habits.sparse)):
         shares = acceptance.shares_of(kind, MOST_DRAFTS)

@@ -75,7 +75,8 @@ class Engine:
             # Less than this, and the protected tokens leave little to choose.
             least = 4 * (options.num_sink_tokens + options.num_recent_tokens)
             bounds = options.budget, options.num_draft_tokens, options.exact_block
-            self.planner = AutoPlanner(target.spec, drafter.name, *bounds, least)
+            recorded = getattr(backend, "recorded_rows", 0) > 0
+            self.planner = AutoPlanner(target.spec, drafter.name, *bounds, least, recorded)
         self.chosen = Plan(options.mode, options.num_draft_tokens, options.exact_block)
         self.memory = SetMemory(backend, selector, options)
         self.looks: list[Look] = []
@@ -124,9 +125,18 @@ class Engine:
         """Whether any sequence is unfinished."""
         return any(row.active for row in self.rows)
 
+    def clock(self) -> float:
+        """Seconds, less those in which shapes were recorded: that happens once and is no round's price."""
+        return time.perf_counter() - self._recording()
+
+    def _recording(self) -> float:
+        """Seconds that the backend and the models have spent on recording shapes so far."""
+        parts = {id(part): part for part in (self.backend, self.target, self.drafter.model)}
+        return sum(getattr(part, "capture_seconds", 0.0) for part in parts.values())
+
     def step(self) -> list[Event]:
         """One round (in mode exact: one checked block) for all active rows; the committed tokens as events."""
-        began = time.perf_counter()
+        began, recorded = time.perf_counter(), self._recording()
         self.chosen = Plan(self.options.mode, self.options.num_draft_tokens, self.options.exact_block)
         if self.planner is not None:
             self.chosen = self.planner.choose([row.committed for row in self.rows if row.active])
@@ -146,7 +156,8 @@ class Engine:
         elapsed = time.perf_counter() - began
         self.stats.decode_seconds += elapsed
         if self.planner is not None:
-            self.planner.record(self.looks, elapsed)
+            recording = max(0.0, self._recording() - recorded)
+            self.planner.record(self.looks, elapsed - recording, recording)
             if not self.active or self.stats.rounds % 16 == 0:
                 self.stats.plan = self.planner.as_dict()
         return events
@@ -154,7 +165,7 @@ class Engine:
     # One round.
 
     def _round(self, mode: str) -> list[Event]:
-        began = time.perf_counter()
+        began = self.clock()
         taking = {row.row for row in self.rows if row.active}
         sparse = mode not in ("ar", "dense")
         planned = 0 if mode == "ar" else self.chosen.num_draft_tokens
@@ -172,7 +183,7 @@ class Engine:
         """What the planner learns of a round; rows near their last token, which may not draft as planned, tell nothing."""
         free = [row.row for row in self.rows if row.row in taking and row.remaining > planned]
         if self.planner is not None and free:
-            self.looks.append(Look(kind, planned, [host.num_accepted[b] for b in free], time.perf_counter() - began))
+            self.looks.append(Look(kind, planned, [host.num_accepted[b] for b in free], self.clock() - began))
 
     def _drafts_sparsely(self) -> bool:
         """Whether a set is chosen for the draft of a dense round alone: where reading all of its KV costs more than the scores.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from dustin.interfaces import Array, Drafts
@@ -51,7 +50,7 @@ def _draft_last(engine: Engine, judged_by: list[list[tuple[Array, int]]]) -> lis
         for row, free in zip(engine.rows, room, strict=True)
         if row.active and row.remaining > 1 and free > 0 and row.tokens[-1] not in row.eos
     }
-    last, began = [0] * len(engine.rows), time.perf_counter()
+    last, began = [0] * len(engine.rows), engine.clock()
     drafts = engine.draft(taking, most, False) if taking and most else None
     # A token that was looked up has no distribution, which the provisional tokens beside it have.
     if drafts is None or drafts.tokens is None or (drafts.probabilities is None and not engine.warp.greedy):
@@ -65,13 +64,13 @@ def _draft_last(engine: Engine, judged_by: list[list[tuple[Array, int]]]) -> lis
             if drafts.probabilities is not None:
                 judged_by[row.row] += [(drafts.probabilities, i) for i in range(last[row.row])]
     if engine.planner is not None:
-        engine.looks.append(Look("last", most, [], time.perf_counter() - began))
+        engine.looks.append(Look("last", most, [], engine.clock() - began))
     return last
 
 
 def _propose(engine: Engine, proposing: set[int], judged_by: list[list[tuple[Array, int]]]) -> set[int]:
     """One sparse round whose tokens stay provisional; returns the rows that want another."""
-    began = time.perf_counter()
+    began = engine.clock()
     drafts = engine.draft(proposing, engine.chosen.num_draft_tokens, True)
     out = engine.verify(drafts, proposing, engine.select(drafts, proposing))
     verdict = engine.judge(drafts, out)
@@ -105,7 +104,7 @@ def _dense_check(
 
     `last` counts the drafts at the end of each row's `offered` tokens.
     """
-    began = time.perf_counter()
+    began = engine.clock()
     counts = tuple(len(tokens) for tokens in offered)
     backend = engine.backend
     probabilities = None
@@ -131,7 +130,7 @@ def _dense_check(
         engine.count_drafts(engine.rows[b], last[b], host.num_accepted[b] - provisional[b])
     if engine.planner is not None and any(counts):
         kept, checked = [min(host.num_accepted[b], provisional[b]) for b in taking], [provisional[b] for b in taking]
-        engine.looks.append(Look("check", planned, kept, time.perf_counter() - began, checked))
+        engine.looks.append(Look("check", planned, kept, engine.clock() - began, checked))
         for look in engine.looks:
             if look.kind == "last":
                 look.accepted = [host.num_accepted[b] - provisional[b] for b in tested if last[b] == planned]

@@ -62,6 +62,11 @@ class CudaBackend(TorchBackend):
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" and not several else ""
 
     @property
+    def capture_seconds(self) -> float:
+        """Seconds that recording scores and choices took."""
+        return self._replays.seconds
+
+    @property
     def scores_all(self) -> bool:
         """Whether all tokens are scored each round, whatever pool a profile names: the kernel reads every key of a few heads in
         less time than it takes to gather a pool's. Studies of what a pool loses, which select plainly, keep it."""

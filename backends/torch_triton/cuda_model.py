@@ -45,7 +45,6 @@ class CudaModel:
         self.scale = config.head_dim**-0.5
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
         self.use_graphs = graphs_enabled(self.device)
-        self.capture_seconds = 0.0
         self._head: Linear = weights.head
         inverse, amplitude = rope.frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config.context_length)
         # rope_append wants one row a position: [context, D/2].
@@ -56,6 +55,11 @@ class CudaModel:
         self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
         self._engines: list[_Engine] = []
         self.spec = spec_of(config, weights, name)
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that recording graphs took, of calls and of chains of draft steps."""
+        return sum(e.capture_seconds + (e.chain.seconds if e.chain else 0.0) for e in self._engines)
 
     def limit_vocabulary(self, size: int) -> None:
         """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""
@@ -120,7 +124,6 @@ class CudaModel:
         what = f"{self.spec.name}, a step of {batch} x {tokens.shape[1]} tokens"
         with named_shortage(what, "lower --prefill-chunk, or --max-kv-size, or send fewer prompts at once"):
             out, queries = call.run(tokens, cache.lengths, counts, graph)
-        self.capture_seconds = sum(engine.capture_seconds for engine in self._engines)
         cache.advance(counts)
         if tokens.shape[1] > rows:
             out = out[:, :rows] if out is not None and logits == "all" else out
@@ -157,7 +160,6 @@ class CudaModel:
                 tokens, counts, cache, steps, token_set, set_lengths, heads, self.use_graphs, engine.memory
             )
         engine.memory = engine.memory or memory
-        self.capture_seconds = sum(e.capture_seconds + (e.chain.seconds if e.chain else 0.0) for e in self._engines)
         cache.advance([n + steps - 1 if n else 0 for n in counts])
         return drafts, queries
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from dustin import engine as engine_module
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.planning import AutoPlanner, Look, Plan
 from tests.unit.engine_helpers import PATTERNS, VOCAB, ScriptedDrafter, greedy, make_engine, run, target
@@ -31,9 +33,9 @@ class RandomPlanner(AutoPlanner):
         self._plan = PLANS[self._rng.integers(len(PLANS))]
         return self._plan
 
-    def record(self, looks: Sequence[Look], seconds: float) -> None:
+    def record(self, looks: Sequence[Look], seconds: float, recording: float = 0.0) -> None:
         self.told.append((self._plan, list(looks)))
-        super().record(looks, seconds)
+        super().record(looks, seconds, recording)
 
 
 @pytest.mark.parametrize("drafter", ["draft", "lookup", *PATTERNS])
@@ -105,3 +107,29 @@ def test_any_plans_in_slots_give_plain_greedy_tokens(drafter: str, seed: int) ->
     rows, _ = serve(engine, prompts, [RequestOptions(max_tokens=n) for n in counts])
     assert [tuple(row.generated) for row in rows] == [greedy(prompt, n) for prompt, n in zip(prompts, counts, strict=True)]
     assert len(engine.stats.mode_rounds) > 1
+
+
+def test_rounds_are_timed_without_what_was_recorded_in_them() -> None:
+    engine = make_engine(OPTIONS, "draft")
+    engine.planner = planner = RandomPlanner(engine.drafter.name, 1)
+    told, spent = [], []
+    plain, note = engine.target.forward, planner.record
+
+    def recording_forward(*given, **named):
+        spent.append(1000.0)
+        engine.backend.capture_seconds = sum(spent)
+        return plain(*given, **named)
+
+    def record(looks, seconds, recording=0.0):
+        told.append((seconds, recording, [look.seconds for look in looks]))
+        note(looks, seconds, recording)
+
+    # A clock of the host that runs on while shapes are recorded.
+    engine.target.forward, planner.record = recording_forward, record
+    plain_clock, engine_time = engine_module.time.perf_counter, SimpleNamespace()
+    engine_time.perf_counter = lambda: plain_clock() + sum(spent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "time", engine_time)
+        run(engine, PROMPTS, RequestOptions(max_tokens=20))
+    assert told and all(0 < seconds < 500 and recording >= 1000 for seconds, recording, _ in told)
+    assert all(0 < seconds < 500 for *_, looks in told for seconds in looks)

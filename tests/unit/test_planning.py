@@ -11,7 +11,7 @@ import pytest
 
 from dustin.evidence import Acceptance, Clock
 from dustin.interfaces import ModelSpec
-from dustin.planning import AutoPlanner, Look, Plan
+from dustin.planning import AutoPlanner, Look, Plan, few_drafts
 
 SPEC = ModelSpec("t", "x", 4, 4, 2, 8, 100, 100_000, "float32", "f", bytes_per_kv_token=1, weight_bytes=1)
 BUDGET = 1024
@@ -297,3 +297,23 @@ def test_no_budget_below_what_the_protected_tokens_need() -> None:
         for _ in range(20):
             planner.habits.check(budget, [16], [16])
         assert {plan.budget for plan in planner._plans([5000])} == tried
+
+
+def test_few_numbers_of_drafts_where_each_is_recorded() -> None:
+    assert [few_drafts(most) for most in (1, 3, 4, 5, 7, 8, 15)] == [[1], [3], [4], [3, 5], [3, 7], [3, 6, 8], [3, 6, 10, 15]]
+    machine, text = Machine(draft=0.05, row=0.02, sparse=0.15), Text(0.7, 0.97)
+    run = list(drive(AutoPlanner(SPEC, "draft", BUDGET, recorded=True), machine, lambda _: text, 1500, seed=3))
+    assert {plan.num_draft_tokens for plan, *_ in run} <= {0, 3, 5}
+
+
+def test_recording_is_a_price_of_trying_a_size_and_of_nothing_else() -> None:
+    planner = AutoPlanner(SPEC, "draft", BUDGET)
+    planner.choose([32_000])
+    planner._plan = Plan("dense", 3)
+    for recording in (2.0, 0.0, 5.0):
+        planner.record([Look("dense", 3, [2], 0.1)], 0.1, recording)
+    clock = planner.costs.clocks["dense"]
+    assert clock.measured(3) == pytest.approx(0.1)
+    assert planner.costs.warm_up == pytest.approx(2.0)
+    # What a session may spend on trying a size is earned by rounds, not by recording.
+    assert planner.prices.elapsed == pytest.approx(0.2)

@@ -39,6 +39,16 @@ def test_auto_is_within_five_percent_of_the_best_mode_in_every_measured_cell(nam
     assert not missed, "\n".join(missed)
 
 
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_the_few_numbers_of_drafts_that_a_gpu_records_lose_little(name: str) -> None:
+    assumed = replayed()
+    for cell in (cell for cell in CELLS if cell["model"] == name):
+        found = regimes.best_settings(assumed, cell["parts_ms"], cell["budget"], cell["batch"])
+        best = max(regimes.speed(found[mode]) for mode in regimes.LOSSLESS if mode in found)
+        made = regimes.auto_choice(PAIRS[name], assumed, cell, own=True, recorded=True)
+        assert regimes.speed(made) >= max(0.94 * best, regimes.speed(found["ar"])), made["plan"]
+
+
 def test_a_planner_that_always_drafts_alike_would_miss() -> None:
     assumed, shares = replayed(), []
     for cell in CELLS:
