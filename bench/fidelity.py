@@ -138,6 +138,11 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, tracks: l
     cells, known, heads = required(profiles), list[Any](), best_heads(profiles)
     budget = 1024 if context > SHORT else 256
 
+    def possible(wanted: list[Cell]) -> list[Cell]:
+        # Without a draft there is no lookahead: these would be the history alone.
+        alone = bench.session.draft is None
+        return [cell for cell in wanted if not alone or cell.selector not in ("lookahead", "specattn") and not cell.lag]
+
     def chat(wanted: list[Cell], end: float, study: bool = False) -> None:
         replay, texts = chat_replay(pair, context, opts["tokens"], gamma, known[0] if known else None)
         if not known:
@@ -147,11 +152,11 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, tracks: l
         known.append(texts)
         if study:
             bench.guarded(f"{context} layers", lambda: bench.layers(replay, context, heads, budget))
-        bench.replays(replay, context, "chat", fitting(wanted, context), end)
+        bench.replays(replay, context, "chat", fitting(possible(wanted), context), end)
 
     def text(end: float) -> None:
         replay = text_replay(pair, context, opts["tokens"], gamma)
-        bench.replays(replay, context, "text", fitting(of_text(cells), context), end)
+        bench.replays(replay, context, "text", fitting(possible(of_text(cells)), context), end)
 
     def accepted(end: float) -> None:
         scoring = named_scoring(heads, bench.session, profiles)
