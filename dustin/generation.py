@@ -25,6 +25,7 @@ from dustin.selection import create_selector, prepare
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.stats import Stats
 from dustin.text import TextStream, Tokenizer, check_compatible, prompt_items
+from dustin.warm_up import slot_context, warm_up
 
 Prompt = str | Seq[int] | Seq[dict[str, str]]
 Progress = Callable[[int, int], None]
@@ -132,6 +133,18 @@ class Session:
     def resolve(self, *requests: RequestOptions) -> EngineOptions:
         """The options with every `auto` of drafter and lag replaced. Raise UsageError for a combination that cannot work."""
         return resolve(self.options, self.draft is not None, requests)
+
+    def warm_up(self, batch: int = 1, context: int | None = None) -> float:
+        """Compile and record now what calls would wait for; returns the seconds it took.
+
+        For calls with `batch` prompts of about `context` tokens with their answers (None: what the models hold). Nothing of it
+        shows in prompts, kept KV, statistics or seeds. On a backend that neither compiles nor records it is time for nothing.
+        """
+        options = self.resolve()
+        room = slot_context(self, options)
+        require("batch", batch, batch >= 1, "1 or more prompts")
+        require("context", context, context is None or 2 <= context <= room, f"2 to {room} tokens")
+        return warm_up(self, options, batch, context or room, (options.prefill_chunk,))
 
     def forget(self) -> None:
         """Drop the KV that `prefix_cache` kept."""

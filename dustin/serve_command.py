@@ -40,6 +40,11 @@ SERVER: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
         "Whether what prompts have in common is read once; clients can tell by usage and time.",
         {},
     ),
+    "warmup": (
+        ("--warmup/--no-warmup",),
+        "Compile and record the shapes of rounds before the first request. Default: on an NVIDIA GPU.",
+        {"type": bool},
+    ),
     "max_tokens": (("--max-tokens", "-n"), "Tokens of a chat answer that names no limit. Default: what the context leaves.", {}),
     "max_body_bytes": (("--max-body-bytes",), "Largest request body.", {}),
     "request_timeout": (("--request-timeout",), "Seconds a request may take, waiting included; 0 is no limit.", {}),

@@ -62,6 +62,11 @@ class CudaBackend(TorchBackend):
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" and not several else ""
 
     @property
+    def warms_up(self) -> bool:
+        """Whether rounds of a new shape wait for compilers and recordings: not under the interpreter, which has neither."""
+        return self._device.type == "cuda"
+
+    @property
     def capture_seconds(self) -> float:
         """Seconds that recording scores and choices took."""
         return self._replays.seconds

@@ -99,7 +99,7 @@ class Server:
     # Small endpoints.
 
     async def health(self, request: Request) -> Response:
-        """200 when requests can be served; 503 while loading, draining, failed, or when no step ends."""
+        """200 when requests can be served; 503 while loading, warming, draining, failed, or when no step ends."""
         scheduler = self.scheduler
         state = "stalled" if scheduler.state == "ready" and scheduler.stalled else scheduler.state
         return _json({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)

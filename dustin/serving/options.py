@@ -13,7 +13,8 @@ class ServerOptions:
 
     `slots` requests run at once, `max_queue` more wait. `prefill_tokens` prompt tokens are read between two rounds while
     others stream. With `share_prefixes` what prompts have in common is read once for all of them. `max_tokens` is for chat
-    requests that name no limit (None: what the context leaves). After `stall_timeout` without a finished step the server
+    requests that name no limit (None: what the context leaves). `warmup` compiles and records the shapes of rounds before the first
+    request (None: where the backend does either, a GPU). After `stall_timeout` without a finished step the server
     reports itself unhealthy.
     """
 
@@ -24,6 +25,7 @@ class ServerOptions:
     max_queue: int = 64
     prefill_tokens: int = 256
     share_prefixes: bool = True
+    warmup: bool | None = None
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
     request_timeout: float = 600.0

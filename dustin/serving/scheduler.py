@@ -20,6 +20,7 @@ from dustin.serving.failures import RequestFailure, engine_failed, queue_full, s
 from dustin.serving.options import ServerOptions
 from dustin.slots import SlotEngine
 from dustin.stats import Stats
+from dustin.warm_up import slot_context, warm_up
 
 # So many failures of the engine in a row end the server: it does not get better by itself.
 _MOST_FAILURES = 3
@@ -90,6 +91,7 @@ class Scheduler:
         self.state = "loading"
         self.error: BaseException | None = None
         self.on_stop: Callable[[], None] = lambda: None
+        self.say: Callable[[str], None] = lambda message: None
         self._load = load
         self._engine: SlotEngine | None = None
         self._wake = threading.Condition()
@@ -156,7 +158,7 @@ class Scheduler:
     def drain(self) -> None:
         """Take no more jobs, finish those there are, end the thread."""
         with self._wake:
-            if self.state in ("loading", "ready"):
+            if self.state in ("loading", "warming", "ready"):
                 self.state = "draining"
             self._wake.notify()
 
@@ -181,9 +183,10 @@ class Scheduler:
     def _main(self) -> None:
         try:
             self.session = self._load()
+            self._warm_up(self.session)
             self._open()
             with self._wake:
-                self.state = "ready" if self.state == "loading" else self.state
+                self.state = "ready" if self.state in ("loading", "warming") else self.state
             self._serve()
         except BaseException as error:
             self.error = error
@@ -197,15 +200,38 @@ class Scheduler:
                 self._end(job, "error", stopping())
             self.on_stop()
 
+    def _warm_up(self, session: Session) -> None:
+        """Compile and record the shapes of rounds before anybody waits for them, where that is wanted."""
+        useful = bool(getattr(session.backend, "warms_up", False))
+        wanted = self.options.warmup
+        if not (useful if wanted is None else wanted):
+            return
+        with self._wake:
+            self.state = "warming" if self.state == "loading" else self.state
+        options, slots = self._resolved(session), self.options.slots
+        why = "" if useful else ", though this backend neither compiles nor records shapes"
+        self.say(f"warming up {slots} slots in mode {options.mode}{why} (--no-warmup leaves it out) ...")
+        chunks = (self.options.prefill_tokens, options.prefill_chunk)
+        seconds = warm_up(
+            session, options, slots, slot_context(session, options), chunks, lambda: self.state not in ("draining", "stopping")
+        )
+        if self.state == "warming":
+            self.say(f"warmed up in {seconds:.1f} s")
+
+    @staticmethod
+    def _resolved(session: Session) -> EngineOptions:
+        options = session.resolve()
+        if options.mode == "exact" and session.options.lookahead_lag is None:
+            # Any request may sample, which mode exact with a draft allows with lagged sets only.
+            options = session.resolve(RequestOptions(sampling=SamplingOptions(temperature=1.0)))
+        return options
+
     def _open(self) -> None:
         """A fresh engine. Raise UsageError where the options cannot be served, MemoryLimitError where the slots do not fit."""
         session = self.session
         if session is None:
             raise RuntimeError("the model is not loaded: _open comes after load")
-        options = session.resolve()
-        if options.mode == "exact" and session.options.lookahead_lag is None:
-            # Any request may sample, which mode exact with a draft allows with lagged sets only.
-            options = session.resolve(RequestOptions(sampling=SamplingOptions(temperature=1.0)))
+        options = self._resolved(session)
         self.context = slot_context(session, options)
         self.engine_options = options
         stats = self.stats
@@ -339,19 +365,11 @@ class Scheduler:
         return self._engine
 
 
-def slot_context(session: Session, options: EngineOptions) -> int:
-    """Tokens (prompt and answer) that one slot holds: the least of the contexts and --max-kv-size."""
-    rooms = [session.target.spec.context_length]
-    if options.drafter == "draft" and session.draft is not None:
-        rooms.append(session.draft.spec.context_length - options.num_draft_tokens)
-    if options.max_kv_size is not None:
-        rooms.append(options.max_kv_size)
-    return min(rooms)
-
-
 def _not_ready(state: str) -> RequestFailure:
     if state == "loading":
         return unavailable("the model is being loaded", "loading")
+    if state == "warming":
+        return unavailable("the model is being warmed up", "warming")
     if state == "failed":
         return unavailable("the engine has failed and the server is stopping", "engine_failed")
     return stopping()

@@ -145,6 +145,7 @@ def prepare(load: Callable[[], Session], names: list[str], options: ServerOption
 def run(prepared: Prepared, model: str, say: Callable[[str], None]) -> int:
     """Serve to the end. Returns 0 after SIGTERM, 130 after Ctrl-C; raises what loading or the engine failed with."""
     # uvicorn takes signals only once it runs; whoever reads the line below may send one sooner.
+    prepared.scheduler.say = say
     before = {sig: signal.signal(sig, prepared.http.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
     try:
         say(f"listening on {prepared.address}, loading {model} ...")
@@ -162,7 +163,7 @@ def _say_when_ready(prepared: Prepared, say: Callable[[str], None]) -> None:
     scheduler = prepared.scheduler
 
     def wait() -> None:
-        while scheduler.state == "loading":
+        while scheduler.state in ("loading", "warming"):
             time.sleep(0.05)
         session = scheduler.session
         if scheduler.state == "ready" and session is not None:

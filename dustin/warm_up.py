@@ -1,0 +1,134 @@
+"""Warming up: rounds over made-up tokens at the shapes of the real ones, so that nobody waits while kernels compile and graphs
+are recorded. Engine, caches and counts are its own and are dropped: what stays is what the backend compiled and recorded."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dustin.config import EngineOptions, RequestOptions, SamplingOptions
+from dustin.planning import few_drafts
+from dustin.sequence import Sequence
+from dustin.slots import SlotEngine
+from dustin.stats import Stats
+
+if TYPE_CHECKING:
+    from dustin.generation import Session
+
+# A call is recorded when it comes for the third time; one round more replays it.
+_ROUNDS, _BLOCKS = 4, 2
+# Chunks of a prompt up to this many tokens are recorded, in powers of two.
+_SMALL_CHUNKS = (1, 2, 4, 8, 16, 32, 64)
+# Contexts that scores are met at: each double the one before, up to this many tokens.
+_LONGEST = 16384
+_SHORT = 16
+
+
+def plans_of(options: EngineOptions, drafter: str, greedy: bool) -> list[EngineOptions]:
+    """What rounds may be asked to do: plain ones, which end a text, and the mode with its drafts; for `auto` dense ones with the
+    numbers of drafts that it tries. The last is what most rounds do."""
+    plain, drafts = replace(options, mode="ar"), few_drafts(options.num_draft_tokens)
+    if options.mode != "auto":
+        return [plain, options] if options.mode != "ar" else [options]
+    if drafter == "none" or not (greedy or drafter == "draft"):
+        return [plain]
+    # What is drawn from a seed is never planned: it drafts as many as there may be.
+    return [plain, *(replace(options, mode="dense", num_draft_tokens=n) for n in (drafts if greedy else drafts[-1:]))]
+
+
+def warm_up(
+    session: Session,
+    options: EngineOptions,
+    slots: int,
+    context: int,
+    chunks: tuple[int, ...] = (),
+    going: Callable[[], bool] = lambda: True,
+) -> float:
+    """Run prompts and rounds of `slots` sequences over caches of `context` tokens; returns the seconds it took.
+
+    `options` are resolved ones, `chunks` the larger pieces that prompts are read in. Stops between two calls once `going` is false.
+    Raise MemoryLimitError where the caches do not fit.
+    """
+    began = time.perf_counter()
+    for greedy in (True, False):
+        engine = session.make_engine(SlotEngine, options, Stats())
+        # Choosing goes by what was measured, which made-up rounds must not change.
+        engine.planner = None
+        plans = plans_of(options, engine.drafter.name, greedy)
+        engine.options = plans[-1]
+        engine.open(session.target.new_cache(slots, context), slots, share=False)
+        run = _WarmUp(engine, session.target.spec.vocab_size, 0.0 if greedy else 1.0, going)
+        run.read_prompts(sorted({*(n for n in _SMALL_CHUNKS if n <= max(chunks, default=64)), *chunks}) if greedy else [])
+        length = 2 * options.budget + _SHORT
+        for plan in plans:
+            # Short contexts have no set.
+            run.rounds(plan, _SHORT)
+            run.rounds(plan, length)
+        while greedy and 2 * length <= min(context // 2, _LONGEST):
+            length *= 2
+            run.rounds(plans[-1], length)
+        del engine, run
+        # The pages are free, for the next caches to find them and the graphs over them.
+        gc.collect()
+        if not going():
+            break
+    return time.perf_counter() - began
+
+
+def slot_context(session: Session, options: EngineOptions) -> int:
+    """Tokens (prompt and answer) that one slot holds: the least of the contexts and --max-kv-size."""
+    rooms = [session.target.spec.context_length]
+    if options.drafter == "draft" and session.draft is not None:
+        rooms.append(session.draft.spec.context_length - options.num_draft_tokens)
+    if options.max_kv_size is not None:
+        rooms.append(options.max_kv_size)
+    return min(rooms)
+
+
+class _WarmUp:
+    """Made-up requests of one temperature."""
+
+    def __init__(self, engine: SlotEngine, vocabulary: int, temperature: float, going: Callable[[], bool]) -> None:
+        self._engine, self._vocabulary, self._going = engine, vocabulary, going
+        self._sampling = SamplingOptions(temperature=temperature)
+        self._room = engine.target_cache.capacity
+
+    def _admit(self, slot: int, length: int, tokens: int) -> None:
+        tokens = max(1, min(tokens, self._room // 2))
+        prompt = [(7 * i + slot) % self._vocabulary for i in range(max(1, min(length, self._room - tokens)))]
+        request = RequestOptions(max_tokens=tokens, ignore_eos=True, sampling=self._sampling)
+        self._engine.admit(Sequence(slot, prompt, request, tokens, frozenset(), None))
+
+    def _read(self, most: int) -> None:
+        while self._going() and self._engine.reading:
+            self._engine.read_chunk(most)
+
+    def _release(self) -> None:
+        for row in self._engine.rows:
+            if row.active or row.reading:
+                self._engine.release(row.row)
+
+    def read_prompts(self, chunks: list[int]) -> None:
+        """Prompts read in pieces of each size: in their middle and at their end."""
+        for chunk in chunks:
+            self._admit(0, 2 * chunk, 1)
+            self._read(chunk)
+            self._release()
+
+    def rounds(self, plan: EngineOptions, length: int) -> None:
+        """Rounds of all slots, one of which has a prompt of `length` tokens."""
+        engine = self._engine
+        engine.options = plan
+        exact = plan.mode == "exact"
+        count = _BLOCKS if exact else _ROUNDS
+        each = max(plan.exact_block if exact else 0, plan.num_draft_tokens) + 1
+        for slot in engine.free:
+            self._admit(slot, _SHORT if slot else length, (count + 1) * each)
+        self._read(plan.prefill_chunk)
+        for _ in range(count):
+            if self._going() and engine.active:
+                engine.step()
+        self._release()

@@ -1,0 +1,175 @@
+"""Warming up: shapes are met before the first request, and nothing of it shows."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("torch")
+
+from dustin.config import EngineOptions, RequestOptions
+from dustin.errors import UsageError
+from dustin.generation import Session
+from dustin.warm_up import plans_of
+from tests import tiny_model
+from tests.server.helpers import PacedModel, running, tiny_session, toy_session, until
+from tests.unit.test_recorded_shapes import Chain
+
+SMALL = {"budget": 40, "num_sink_tokens": 2, "num_recent_tokens": 8, "exact_block": 8, "num_draft_tokens": 5, "max_kv_size": 240}
+BODY = {"max_tokens": 14, "ignore_eos": True}
+MODES = ("ar", "dense", "sparse", "exact", "auto")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return tiny_model.write(folder / "target"), tiny_model.write(folder / "draft", seed=1, num_hidden_layers=1)
+
+
+def session_of(folders: tuple[Path, Path], mode: str) -> Session:
+    return tiny_session(folders[0], None if mode == "ar" else folders[1], mode=mode, **SMALL)
+
+
+def answers(session: Session, **options: Any) -> tuple[list[Any], dict[str, float], list[str]]:
+    """Texts of greedy and of sampled requests, all counts of the metrics, and what the server said."""
+    said: list[str] = []
+    with running(session, slots=3, prefill_tokens=32, **options) as server:
+        server.scheduler.say = said.append
+        until(lambda: server.scheduler.state == "ready", 60)
+        before = server.metrics()
+        texts = [
+            server.complete("one " * n, temperature=heat, seed=4, **BODY).json()["choices"][0]["text"]
+            for n, heat in ((3, 0.0), (30, 0.0), (9, 0.9))
+        ]
+        assert before["dustin_prompt_tokens_total"] == before["dustin_generation_tokens_total"] == 0
+        assert not [name for name, value in before.items() if name.startswith("dustin_rounds_total") and value]
+        clocks = ("seconds", "_created")
+        found = {name: value for name, value in server.metrics().items() if not any(clock in name for clock in clocks)}
+        found = {name: value for name, value in found.items() if name.startswith("dustin_")}
+    return texts, found, said
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_trace_of_it_shows(folders: tuple[Path, Path], mode: str) -> None:
+    cold, warm = session_of(folders, mode), session_of(folders, mode)
+    expected, counts, _ = answers(cold)
+    texts, found, _ = answers(warm, warmup=True)
+    assert texts == expected
+    if mode != "auto":  # which goes by the clock
+        assert found == counts
+    assert found["dustin_prompt_tokens_total"] == counts["dustin_prompt_tokens_total"]
+    assert not warm._kept
+
+
+def shapes(session: Session) -> set[Any]:
+    """Notes, from now on, the shape of every call of the models."""
+    seen: set[Any] = set()
+    for name, model in (("target", session.target), ("draft", session.draft)):
+        if model is not None:
+
+            def forward(tokens: Any, *given: Any, name: str = name, plain: Any = model.forward, **more: Any) -> Any:
+                seen.add((name, *tokens.shape, more.get("logits"), more.get("token_set") is not None))
+                return plain(tokens, *given, **more)
+
+            model.forward = forward  # type: ignore[method-assign]
+    if session.draft is not None:
+        # As on a GPU: all steps of a draft in one call, as many at a text's end as in its middle.
+        session.draft.__class__ = Chain
+        session.draft.steps, session.draft.rows, plain_chain = [], [], session.draft.draft_greedy
+
+        def chain(tokens: Any, num_tokens: Any, cache: Any, steps: int, **more: Any) -> Any:
+            seen.add(("chain", len(tokens), steps, more.get("token_set") is not None))
+            return plain_chain(tokens, num_tokens, cache, steps, **more)
+
+        session.draft.draft_greedy = chain
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["ar", "dense", "sparse", "exact"])
+def test_requests_meet_no_new_shape(folders: tuple[Path, Path], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of(folders, mode)
+    # As on a GPU, where the end of a text takes the shapes of its middle.
+    monkeypatch.setattr(type(session.backend), "recorded_rows", 64, raising=False)
+    monkeypatch.setattr(type(session.backend), "scores_all", True, raising=False)
+    seen = shapes(session)
+    with running(session, slots=3, prefill_tokens=32, warmup=True) as server, ThreadPoolExecutor(3) as pool:
+        until(lambda: server.scheduler.state == "ready", 60)
+        known = set(seen)
+        replies = list(pool.map(lambda n: server.complete("word " * n, **BODY), (2, 5, 11, 20, 33)))
+        assert all(reply.status_code == 200 for reply in replies)
+    # More rows a sequence than 64 are not recorded.
+    assert known and {shape for shape in seen - known if shape[2] <= 64} == set()
+
+
+def test_health_and_requests_while_it_runs() -> None:
+    model, gate = PacedModel(), threading.Event()
+    session = toy_session(model)
+    model.gate.clear()
+    with running(lambda: session, warmup=True, slots=2) as server:
+        until(lambda: server.scheduler.state == "warming")
+        health = server.client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "warming"})
+        refused = server.chat()
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "warming"
+        model.gate.set()
+        until(lambda: server.client.get("/health").status_code == 200)
+        assert server.chat(max_tokens=3).status_code == 200
+    gate.set()
+
+
+def test_a_signal_ends_it() -> None:
+    model = PacedModel()
+    model.pace = 0.2
+    with running(lambda: toy_session(model), warmup=True, slots=2) as server:
+        until(lambda: server.scheduler.state == "warming")
+        server.scheduler.drain()
+        server.scheduler.join(5)
+        assert server.scheduler.state == "stopped" and server.scheduler.error is None
+
+
+@pytest.mark.parametrize(("useful", "warmup", "runs"), [(False, None, 0), (True, None, 1), (True, False, 0), (False, True, 1)])
+def test_when_it_runs_and_what_it_says(useful: bool, warmup: bool | None, runs: int) -> None:
+    session, said, load = toy_session(), [], threading.Event()
+    session.backend.warms_up = useful  # type: ignore[attr-defined]
+
+    def loaded() -> Session:
+        load.wait(10)
+        return session
+
+    with running(loaded, slots=2, warmup=warmup) as server:
+        server.scheduler.say = said.append
+        load.set()
+        until(lambda: server.scheduler.state == "ready")
+    assert len(said) == 2 * runs
+    if runs:
+        assert said[0].startswith("warming up 2 slots in mode dense") and "--no-warmup" in said[0]
+        assert said[1].startswith("warmed up in ") and said[1].endswith(" s")
+        assert ("neither compiles nor records" in said[0]) == (not useful)
+
+
+def test_what_auto_may_ask_for() -> None:
+    options = EngineOptions(mode="auto", num_draft_tokens=8)
+    asked = [[(o.mode, o.num_draft_tokens) for o in plans_of(options, "draft", greedy)] for greedy in (True, False)]
+    assert asked == [[("ar", 8), ("dense", 3), ("dense", 6), ("dense", 8)], [("ar", 8), ("dense", 8)]]
+    assert [o.mode for o in plans_of(options, "lookup", False)] == ["ar"]
+    assert [o.mode for o in plans_of(EngineOptions(mode="sparse"), "draft", True)] == ["ar", "sparse"]
+    assert plans_of(EngineOptions(mode="ar"), "none", True) == [EngineOptions(mode="ar")]
+
+
+def test_from_python(folders: tuple[Path, Path]) -> None:
+    cold, warm = session_of(folders, "dense"), session_of(folders, "dense")
+    request = RequestOptions(max_tokens=9, ignore_eos=True)
+    assert warm.warm_up(2, 100) > 0
+    results = [each.batch_generate([[1, 2, 3], [4, 5]], request) for each in (cold, warm)]
+    assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]]
+    first, second = results[0][0].stats, results[1][0].stats
+    for name in ("rounds", "prompt_tokens", "generated_tokens"):
+        assert getattr(first, name) == getattr(second, name)
+    for bad in ({"batch": 0}, {"context": 1}, {"context": 10**6}):
+        with pytest.raises(UsageError, match=next(iter(bad))):
+            warm.warm_up(**bad)
