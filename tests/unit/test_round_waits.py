@@ -70,6 +70,15 @@ def recorded(session: Any) -> int:
     return sum(len(engine.graphs) + (len(engine.chain.graphs) if engine.chain else 0) for engine in engines)
 
 
+def round_shapes(session: Any) -> set[Any]:
+    """Keys of what rounds have recorded: verifications, whose logits are those of all rows, and chains of draft steps."""
+    found: set[Any] = set()
+    for model in (session.target, session.draft):
+        for engine in model._engines:
+            found |= {key for key in engine.graphs if "all" in key} | set(engine.chain.graphs if engine.chain else ())
+    return found
+
+
 class Watch(TorchFunctionMode):
     """Counts what waits, and what sends from elsewhere than host_values. Triton's interpreter, a device here, is left out."""
 
@@ -123,6 +132,25 @@ def test_later_texts_need_no_new_shape(mode):
     for tokens in (14, 12):
         finish(session, (30, 27), tokens)
         assert recorded(session) == known
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ("dense", "sparse"))
+def test_after_warming_up_a_text_needs_no_new_shape(mode):
+    """Its caches are gone by then, and their pages, with the graphs over them, are what the text's caches are made of."""
+    session = make_session(mode, "cpu")
+    session.warm_up(2, 96)
+    known, pools = round_shapes(session), [engine.pool for model in (session.target, session.draft) for engine in model._engines]
+    assert known
+    for lengths in ((80, 27), (14, 9)):
+        engine = start(session, lengths, 96 - max(lengths))
+        for _ in range(3):
+            engine.step()
+        del engine
+        gc.collect()
+        assert round_shapes(session) - known == set()
+    assert [engine.pool for model in (session.target, session.draft) for engine in model._engines] == pools
 
 
 @interpreted
