@@ -69,7 +69,8 @@ def warm_up(
             run.rounds(plan, length)
         while greedy and 2 * length <= min(context // 2, _LONGEST):
             length *= 2
-            run.rounds(plans[-1], length)
+            # Compiled, not recorded: graphs of scores are kept for few contexts, and those are for the real ones.
+            run.rounds(plans[-1], length, 1 if plans[-1].mode == "exact" else 2)
         del engine, run
         # The pages are free, for the next caches to find them and the graphs over them.
         gc.collect()
@@ -118,12 +119,12 @@ class _WarmUp:
             self._read(chunk)
             self._release()
 
-    def rounds(self, plan: EngineOptions, length: int) -> None:
-        """Rounds of all slots, one of which has a prompt of `length` tokens."""
+    def rounds(self, plan: EngineOptions, length: int, count: int = 0) -> None:
+        """Rounds of all slots (as many as recording takes, or `count`), one of which has a prompt of `length` tokens."""
         engine = self._engine
         engine.options = plan
         exact = plan.mode == "exact"
-        count = _BLOCKS if exact else _ROUNDS
+        count = count or (_BLOCKS if exact else _ROUNDS)
         each = max(plan.exact_block if exact else 0, plan.num_draft_tokens) + 1
         for slot in engine.free:
             self._admit(slot, _SHORT if slot else length, (count + 1) * each)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("torch")
 
+from dustin import warm_up as warm_up_module
 from dustin.config import EngineOptions, RequestOptions
 from dustin.errors import UsageError
 from dustin.generation import Session
@@ -173,3 +174,23 @@ def test_from_python(folders: tuple[Path, Path]) -> None:
     for bad in ({"batch": 0}, {"context": 1}, {"context": 10**6}):
         with pytest.raises(UsageError, match=next(iter(bad))):
             warm.warm_up(**bad)
+
+
+def test_longer_contexts_are_met_but_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int, int, int]] = []
+    plain = warm_up_module._WarmUp.rounds
+
+    def rounds(self: Any, plan: EngineOptions, length: int, count: int = 0) -> None:
+        before = self._engine.stats.rounds
+        plain(self, plan, length, count)
+        reached = max(len(row.tokens) for row in self._engine.rows) // length
+        made.append((plan.mode, length, reached, self._engine.stats.rounds - before))
+
+    monkeypatch.setattr(warm_up_module._WarmUp, "rounds", rounds)
+    session = toy_session(PacedModel(context_length=2048), budget=60)
+    session.warm_up(2)
+    greedy = [("ar", 16), ("ar", 136), ("dense", 16), ("dense", 136), ("dense", 272), ("dense", 544)]
+    assert [entry[:2] for entry in made] == [*greedy, *greedy[:4]]
+    assert all(reached >= 1 for *_, reached, _ in made)
+    few = max(ran for _, length, _, ran in made if length > 136)
+    assert few < min(ran for _, length, _, ran in made if length == 136)
