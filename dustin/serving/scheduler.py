@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
+from dustin.errors import DustinError
 from dustin.generation import Session
 from dustin.interfaces import TokenLogprobs
 from dustin.sequence import Event, Sequence, TextSink
@@ -212,9 +213,15 @@ class Scheduler:
         why = "" if useful else ", though this backend neither compiles nor records shapes"
         self.say(f"warming up {slots} slots in mode {options.mode}{why} (--no-warmup leaves it out) ...")
         chunks = (self.options.prefill_tokens, options.prefill_chunk)
-        seconds = warm_up(
-            session, options, slots, slot_context(session, options), chunks, lambda: self.state not in ("draining", "stopping")
-        )
+        room = slot_context(session, options)
+        try:
+            seconds = warm_up(session, options, slots, room, chunks, lambda: self.state not in ("draining", "stopping"))
+        except DustinError:
+            raise
+        except Exception as error:
+            # Requests meet only the shapes they need: one that nobody asks for must not keep the server from starting.
+            self.say(f"warming up failed ({type(error).__name__}: {error}): first requests will wait for what they need")
+            return
         if self.state == "warming":
             self.say(f"warmed up in {seconds:.1f} s")
 

@@ -14,8 +14,9 @@ pytest.importorskip("torch")
 
 from dustin import warm_up as warm_up_module
 from dustin.config import EngineOptions, RequestOptions
-from dustin.errors import UsageError
+from dustin.errors import MemoryLimitError, UsageError
 from dustin.generation import Session
+from dustin.serving import scheduler as scheduler_module
 from dustin.warm_up import plans_of
 from tests import tiny_model
 from tests.server.helpers import PacedModel, running, tiny_session, toy_session, until
@@ -151,6 +152,31 @@ def test_when_it_runs_and_what_it_says(useful: bool, warmup: bool | None, runs: 
         assert said[0].startswith("warming up 2 slots in mode dense") and "--no-warmup" in said[0]
         assert said[1].startswith("warmed up in ") and said[1].endswith(" s")
         assert ("neither compiles nor records" in said[0]) == (not useful)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), MemoryLimitError("the KV cache asks for 9 bytes")])
+def test_what_happens_where_it_fails(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    load = threading.Event()
+
+    def fails(*values: Any) -> float:
+        raise error
+
+    def loaded() -> Session:
+        load.wait(10)
+        return toy_session()
+
+    monkeypatch.setattr(scheduler_module, "warm_up", fails)
+    with running(loaded, slots=2, warmup=True) as server:
+        server.scheduler.say = said.append
+        load.set()
+        if isinstance(error, MemoryLimitError):
+            # The slots themselves would not fit either.
+            until(lambda: server.scheduler.error is error)
+            return
+        until(lambda: server.scheduler.state == "ready")
+        assert said[-1] == "warming up failed (RuntimeError: no such kernel): first requests will wait for what they need"
+        assert server.complete("one two", **BODY).json()["choices"][0]["text"]
 
 
 def test_what_auto_may_ask_for() -> None:
