@@ -18,7 +18,7 @@ import click
 from bench.fidelity_cells import Cell, Pair, Way, chat_replay, named_scoring, text_replay
 from bench.fidelity_documents import make, word_lists
 from bench.fidelity_plan import SHORT, TRACKS, best_heads, compared_profiles, fitting, further, of_text, required, shares, ways_of
-from bench.fidelity_run import Bench, plain
+from bench.fidelity_run import Bench, load_pair, plain
 
 
 @click.command()
@@ -52,15 +52,7 @@ from bench.fidelity_run import Bench, plain
 @click.option("--debug", is_flag=True, help="Stop at the first cell that fails.")
 def main(**opts: Any) -> None:
     """Sparse attention against dense attention on long documents; rows to bench/results/fidelity.jsonl."""
-    import torch
-
-    from dustin.generation import load
-
-    torch.set_num_threads(opts["threads"])
-    began = opts["started"] = time.perf_counter()
-    session = load(opts["model"], opts["draft_model"] or None, device=opts["device"], dtype=opts["dtype"])
-    click.echo(f"loaded in {time.perf_counter() - began:.1f} s", err=True)
-    run(session, opts)
+    run(load_pair(opts), opts)
 
 
 def run(session: Any, opts: dict[str, Any]) -> None:

@@ -29,6 +29,19 @@ from bench.fidelity_plan import ASKED
 OUT = rows.RESULTS / "fidelity.jsonl"
 
 
+def load_pair(opts: dict[str, Any]) -> Any:
+    """The session of a command's models; its time counts from here (`opts["started"]`)."""
+    import torch
+
+    from dustin.generation import load
+
+    torch.set_num_threads(opts["threads"])
+    began = opts["started"] = time.perf_counter()
+    session = load(opts["model"], opts["draft_model"] or None, device=opts["device"], dtype=opts["dtype"])
+    click.echo(f"loaded in {time.perf_counter() - began:.1f} s", err=True)
+    return session
+
+
 def plain(backend: Any) -> None:
     """Cells try many budgets once: no kernel of the selection is compiled for each, and no graph of it is kept."""
     if hasattr(backend, "plain_selection"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from bench import rows
@@ -61,36 +62,40 @@ def _label(row: dict[str, Any]) -> str:
     return f"{what}, k={row['budget']}"
 
 
-def own_sets() -> str:
-    """Cells of the product's own path, context by context; bytes beside them."""
+def _by_column(
+    title: str, made: list[dict[str, Any]], columns: list[tuple[str, int]], cell: Callable[[dict[str, Any]], str]
+) -> str:
+    """A line for each label, a column for each track and context."""
     from bench.tables import markdown
 
-    made = [row for row in rows.read(OWN) if row["track"] in ("chat", "text") and "kl" in row]
-    columns = [(track, n) for track in ("chat", "text") for n in sorted({r["context"] for r in made if r["track"] == track})]
     table: dict[str, dict[tuple[str, int], str]] = {}
     for row in made:
-        cell = f"{_shown(row)} / {100 * row['share_of_dense_bytes']:.1f}"
-        table.setdefault(_label(row), {})[row["track"], row["context"]] = cell
+        table.setdefault(_label(row), {})[row["track"], row["context"]] = cell(row)
     lines = [[label, *(by.get(column, "") for column in columns)] for label, by in table.items()]
-    head = ["agreement / hard flips % / KL / perplexity ratio / bytes %", *(f"{track} {n}" for track, n in columns)]
+    return markdown([title, *(f"{track} {n}" for track, n in columns)], lines)
+
+
+def own_sets() -> str:
+    """Cells of the product's own path, context by context; bytes beside them."""
+    made = [row for row in rows.read(OWN) if row["track"] in ("chat", "text") and "kl" in row]
+    columns = [(track, n) for track in ("chat", "text") for n in sorted({r["context"] for r in made if r["track"] == track})]
+    table = _by_column(
+        "agreement / hard flips % / KL / perplexity ratio / bytes %", made, columns,
+        lambda row: f"{_shown(row)} / {100 * row['share_of_dense_bytes']:.1f}",
+    )  # fmt: skip
     first = made[0]
     note = (
         f"{first['model']} with {first['draft']} as draft, {first['dtype']}, {first['card']}, {first['num_draft_tokens']} drafts; "
         f"`{first['command']}` at {first['commit']}."
     )
-    return markdown(head, lines) + "\n\n" + note
+    return table + "\n\n" + note
 
 
 def own_sets_questions() -> str:
     """Questions answered by whole engines."""
-    from bench.tables import markdown
-
     made = [row for row in rows.read(OWN) if "accuracy_of_dense" in row and row["mode"] == "sparse"]
     columns = list(dict.fromkeys((row["track"], row["context"]) for row in made))
-    table: dict[str, dict[tuple[str, int], str]] = {}
-    for row in made:
-        share = f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']})"
-        table.setdefault(_label(row), {})[row["track"], row["context"]] = f"{share}, {row['acceptance_length']:.2f}"
-    lines = [[label, *(by.get(column, "") for column in columns)] for label, by in table.items()]
-    head = ["answers, % of dense (questions), tokens a round", *(f"{track} {n}" for track, n in columns)]
-    return markdown(head, lines)
+    return _by_column(
+        "answers, % of dense (questions), tokens a round", made, columns,
+        lambda row: f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']}), {row['acceptance_length']:.2f}",
+    )  # fmt: skip

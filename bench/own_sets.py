@@ -16,7 +16,7 @@ from bench import rows
 from bench.fidelity_cells import Cell, Pair, Way, chat_replay, named_scoring, text_replay
 from bench.fidelity_documents import make
 from bench.fidelity_plan import fitting
-from bench.fidelity_run import Bench
+from bench.fidelity_run import Bench, load_pair
 
 OUT = rows.RESULTS / "own_sets.jsonl"
 # What is measured first, and on the text track.
@@ -62,14 +62,7 @@ ASKED = ("heuristic", "heuristic+every1c64", "heuristic+every1c64kv")
 @click.option("--debug", is_flag=True, help="Stop at the first cell that fails.")
 def main(**opts: Any) -> None:
     """Shared sets against sets of the layers' own, on long documents."""
-    import torch
-
-    from dustin.generation import load
-
-    torch.set_num_threads(opts["threads"])
-    began = opts["started"] = time.perf_counter()
-    session = load(opts["model"], opts["draft_model"] or None, device=opts["device"], dtype=opts["dtype"])
-    click.echo(f"loaded in {time.perf_counter() - began:.1f} s", err=True)
+    session = load_pair(opts)
     contexts = sorted(int(part) for part in opts["contexts"].split(","))
     bench = Bench(session, opts, {})
     documents = make(session.tokenizer, contexts, opts["documents"], opts["tokens"] + 8, opts["seed"])
