@@ -1,7 +1,8 @@
 """A real pair on one GPU through the engine: tokens a second, acceptance as measured, and where a round's time goes.
 
 Qwen2.5-Coder 1.5B with its 0.5B as draft over passages of novels and code. The prompts of a cell are read once; every mode
-starts from copies of that KV cache, first shortly (graphs are captured then), then for the row.
+starts from copies of that KV cache, first shortly (graphs are captured then), then for the row. Mode auto runs once before all
+others, when nothing of the cell is recorded: its first use.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ ACCEPTANCE = result_rows.RESULTS / "acceptance.json"
 CELLS = "8192x1,8192x4,8192x16,32000x1,32000x4,32000x16"
 LOSSLESS = ("ar", "dense", "exact", "auto")
 # A first, uncounted run of a mode records its graphs; modes whose rounds differ in size need more of it. Mode auto learns in
-# a session's first runs what its plans cost: the row is of a later one, and has the first one's speed beside it.
-WARM_TOKENS = {"auto": 160, "exact": 128}
+# a session's first runs what its plans cost: the row is of the last of them, and has every run's speed beside it.
+WARM_TOKENS = {"exact": 128}
 FEW_TOKENS, AUTO_RUNS = 24, 4
 # What the histograms are taken at, and with how many tokens a row: a block has one entry, a round several.
 HISTOGRAM_DRAFTS, HISTOGRAM_BLOCK = 8, 32
@@ -158,19 +159,25 @@ def gap_at(session: Session, cell: Cell, row: int, count: int) -> float:
     return float(best[0] - best[1])
 
 
-def measure(session: Session, cell: Cell, mode: str, options: EngineOptions, tokens: int) -> dict[str, Any]:
-    """One row."""
-    # One session for both runs: what mode auto learns of costs is kept.
-    inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
-    first = decode(inner, cell, min(tokens, WARM_TOKENS.get(mode, FEW_TOKENS)))
-    for _ in range(AUTO_RUNS - 1 if mode == "auto" else 0):
-        decode(inner, cell, min(tokens, WARM_TOKENS[mode]))
+def rate_of(outcome: Outcome) -> float:
+    """Tokens a second of all rows."""
+    return tokens_made(outcome) / outcome.stats.decode_seconds
+
+
+def measure(inner: Session, cell: Cell, mode: str, tokens: int, first: Outcome | None = None) -> dict[str, Any]:
+    """One row. `inner` has the options; mode auto keeps in it what costs are, and `first` is its first run."""
+    session, options = inner, inner.options
+    runs = [] if first is None else [first]
+    if mode == "auto":
+        runs += [decode(inner, cell, tokens) for _ in range(AUTO_RUNS - len(runs))]
+    else:
+        decode(inner, cell, min(tokens, WARM_TOKENS.get(mode, FEW_TOKENS)))
     torch.cuda.reset_peak_memory_stats()
     probe = DeviceTime()
     outcome = decode(inner, cell, tokens, probe if mode != "auto" else None)
+    runs.append(outcome)
     stats = outcome.stats
-    made = tokens_made(outcome)
-    rate = made / stats.decode_seconds
+    made, rate = tokens_made(outcome), rate_of(outcome)
     if mode == "ar":
         cell.baseline, cell.reference = rate, outcome.texts
     equal = [leading(text, expected) for text, expected in zip(outcome.texts, cell.reference, strict=True)]
@@ -190,7 +197,7 @@ def measure(session: Session, cell: Cell, mode: str, options: EngineOptions, tok
         "tokens_per_step": round(made / outcome.steps / cell.batch, 3),
         "tokens_per_check": round(stats.check_accepted_tokens / stats.dense_checks + 1, 2) if stats.dense_checks else None,
         "mode_rounds": dict(stats.mode_rounds) if mode == "auto" else None,
-        "first_run_tokens_per_second": round(tokens_made(first) / first.stats.decode_seconds, 1) if mode == "auto" else None,
+        "runs_tokens_per_second": [round(rate_of(run), 1) for run in runs] if mode == "auto" else None,
         "plan": getattr(stats, "plan", None) if mode == "auto" else None,
         "tokens_per_second": round(rate, 1), "tokens_per_second_per_sequence": round(rate / cell.batch, 2),
         "baseline": "our dense autoregressive decoding with CUDA graphs, same engine", "ratio": round(rate / cell.baseline, 3),
@@ -300,20 +307,25 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
     click.echo(f"{text} {context} x {batch}: read in {time.perf_counter() - began:.1f} s", err=True)
     base = EngineOptions(budget=opts["budget"], num_draft_tokens=opts["gamma"], exact_block=opts["block"])
     plain: dict[str, Any] | None = None
+
+    def with_options(options: EngineOptions) -> Session:
+        return Session(session.backend, session.target, session.tokenizer, options, session.draft)
+
+    wide = replace(base, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
+    auto = with_options(replace(wide, mode="auto", drafter="draft"))
+    first = decode(auto, cell, tokens) if "auto" in opts["modes"].split(",") else None
     for mode in opts["modes"].split(","):
         options = replace(base, mode=mode, drafter="none" if mode == "ar" else "draft")
-        if mode == "auto":
-            options = replace(options, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
-        row = measure(session, cell, mode, options, tokens)
+        inner = auto if mode == "auto" else with_options(options)
+        row = measure(inner, cell, mode, tokens, first if mode == "auto" else None)
         plain = row if mode == "ar" else plain
         result_rows.write(opts["output"], [row], append=True)
         keys = ("tokens_per_second", "ratio", "acceptance_length", "tokens_per_check", "step_ms", "probed_step_ms",
                 "probed_graphs_ms", "graph_replays", "sequences_identical_to_ar", "top2_gaps_where_lossless_differs",
-                "mode_rounds", "peak_memory_gb")  # fmt: skip
+                "mode_rounds", "runs_tokens_per_second", "peak_memory_gb")  # fmt: skip
         click.echo(f"  {mode:10s} " + " ".join(f"{k}={row[k]}" for k in keys if row[k] is not None), err=True)
         if mode in counted:
-            options = replace(options, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
-            inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
+            inner = with_options(replace(wide, mode=mode, drafter="draft"))
             remember_acceptance(opts["histograms"], cell, mode, decode(inner, cell, HISTOGRAM_TOKENS[mode]), row)
     if opts["transformers"] and plain is not None:
         peer(session, cell, plain, opts["output"])
