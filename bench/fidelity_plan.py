@@ -113,6 +113,9 @@ def compared_profiles(session: Any, opts: dict[str, Any]) -> dict[str, Scoring]:
         scoring = profile_file.scoring_of(EngineOptions(profile=where), session.target.spec, draft)
         if scoring.source == "heuristic":
             continue
+        if hasattr(session.backend, "plain_selection"):
+            # Engines there score all tokens in every round (`scores_all`), whatever pool the profile names.
+            scoring = replace(scoring, refresh=1)
         if name in made:
             raise click.UsageError(f"--profile names {name!r} twice: give each a name of its own, as NAME=FILE")
         made[name] = scoring

@@ -84,6 +84,8 @@ class Calibrator:
     context: int = 0
     allowed: int = 0
     deadline: float = 0.0
+    # Whether rounds may score within a pool: not where the backend's engines never do.
+    pools: bool = True
     trials: list[Trial] = field(default_factory=list)
     single: dict[str, dict[str, float]] = field(default_factory=dict)
     _seen: dict[Any, Trial] = field(default_factory=dict)
@@ -143,6 +145,8 @@ class Calibrator:
         rows = [replace(best.scoring, history_rows=n) for n in (2, 3, self.options.num_draft_tokens + 1)]
         best = self.best(best, rows, "history rows")
         best = self.best(best, [replace(best.scoring, history_decay=d) for d in (0.3, 0.5, 0.7, 0.85)], "history decay")
+        if self.draft is not None:
+            best = self.best(best, [replace(best.scoring, lookahead_decay=d) for d in (0.3, 0.6, 0.85)], "lookahead decay", 0.005)
         best = self.best(best, [replace(best.scoring, smoothing=width) for width in (3, 5, 7)], "smoothing")
         best = self._pools(best)
         best = self._more_layers(best, "target")
@@ -165,6 +169,8 @@ class Calibrator:
 
     def _pools(self, best: Trial) -> Trial:
         """Score everything only now and then, a pool in between."""
+        if not self.pools:
+            return best
         sizes = sorted({min(most, self.context // part) for most, part in ((2048, 8), (4096, 4))})
         pools = [replace(best.scoring, refresh=every, pool=size) for every in (1, 2, 4, 8) for size in sizes]
         return self.best(best, pools, "scoring within a pool")
@@ -278,11 +284,12 @@ def calibrate(
     longest = min([target.spec.context_length, *([draft.spec.context_length] if draft else [])])
     if options.context + options.tokens + 8 > longest:
         raise UsageError(f"context is {options.context} tokens and {options.tokens} more, expected at most {longest} in all")
+    pools = not getattr(backend, "scores_all", False)
     prepared = getattr(backend, "plain_selection", None)
     if prepared is not None:
         backend.plain_selection = True  # type: ignore[attr-defined]
     try:
-        return _calibrate(backend, target, draft, tokenizer, options, say, name, began)
+        return _calibrate(backend, target, draft, tokenizer, options, say, name, began, pools)
     finally:
         if prepared is not None:
             backend.plain_selection = prepared  # type: ignore[attr-defined]
@@ -297,6 +304,7 @@ def _calibrate(
     tell: Callable[[str], None],
     name: str,
     began: float,
+    pools: bool,
 ) -> Profile:
     def say(line: str) -> None:
         tell(f"[{time.perf_counter() - began:5.1f} s] {line}")
@@ -304,7 +312,7 @@ def _calibrate(
     rankings, answered = _retrieval(backend, target, draft, tokenizer, options, say)
     replay = record(backend, target, draft, tokenizer, options, say)
     ready = time.perf_counter()
-    calibrator = Calibrator(replay, target, draft, options, say)
+    calibrator = Calibrator(replay, target, draft, options, say, pools=pools)
     start, best = calibrator.search(rankings[0], rankings[1] if draft else {})
     replay.close()
     spent = time.perf_counter() - began

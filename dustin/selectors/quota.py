@@ -31,7 +31,7 @@ class QuotaSelector(BaseSelector):
         self._rounds = 0
         self._pool: TokenSet | None = None
         self._pool_lengths: tuple[int, ...] = ()
-        self._total: Array | None = None
+        self._totals: dict[str, Array] = {}
 
     def select(self, context: SelectionContext) -> TokenSet | None:
         """The set of this round; None (dense) when every row fits the budget."""
@@ -39,7 +39,7 @@ class QuotaSelector(BaseSelector):
             return None
         within, size = self._candidates(context)
         target = self._history_scores(context, within, size)
-        draft = self._draft_scores(context, within, size) if self.needs_lookahead else None
+        draft = self._lookahead_scores(context, within, size)
         backend, smooth = context.backend, self._scoring.smoothing
         if smooth > 1:
             target, draft = (x if x is None else backend.smooth(x, smooth) for x in (target, draft))
@@ -91,16 +91,24 @@ class QuotaSelector(BaseSelector):
         if not self.needs_history and (context.lookahead or not self.needs_lookahead):
             return None
         fresh = self._target_scores(context, within, size)
-        decay = self._scoring.history_decay
+        return self._remembered(context, "history", fresh, self._scoring.history_decay)
+
+    def _lookahead_scores(self, context: SelectionContext, within: TokenSet | None, size: int | None) -> Array | None:
+        fresh = self._draft_scores(context, within, size) if self.needs_lookahead else None
+        return self._remembered(context, "lookahead", fresh, self._scoring.lookahead_decay)
+
+    def _remembered(self, context: SelectionContext, name: str, fresh: Array | None, decay: float) -> Array | None:
+        """`fresh` plus `decay` times what there was of the rounds before; nothing of them in rows that hold new sequences."""
         if fresh is None or not decay:
             return fresh
-        if self._total is None:
+        before = self._totals.get(name)
+        if before is None:
             total = fresh
         else:
             decays = tuple(0.0 if row in self._restarted else decay for row in range(len(context.lengths)))
-            total = context.backend.accumulate(self._total, fresh, decays)
+            total = context.backend.accumulate(before, fresh, decays)
         if not context.repeat:
-            self._total = total
+            self._totals[name] = total
         return total
 
     def _cut(self, context: SelectionContext, chosen: TokenSet, target: Array | None, draft: Array | None) -> TokenSet:
