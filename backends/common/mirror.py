@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dustin.errors import DustinError, ModelError, UsageError
+from dustin.errors import DustinError, MemoryLimitError, ModelError, UsageError
 from dustin.interfaces import Array, ModelSpec, Tap, TokenSet
 
 Problem = tuple[type[DustinError], str] | None
 Mailbox = list[tuple[Any, ...]]
+
+# Libraries may append stacks of many kilobytes; our own messages travel whole.
+_LONGEST = 1000
+# Only CUDA has a type for it; CPU torch and MLX raise RuntimeErrors with these words.
+_NO_MEMORY = re.compile(r"out of memory|resource limit \S+ exceeded|(can't|(unable|attempting|failed) to) allocate", re.IGNORECASE)
 
 _numbers = iter(range(1, 1 << 62))
 
@@ -70,6 +76,32 @@ class RankCache:
         return RankCache(self._mailbox, number, local, self._size)
 
 
+class SplitModel:
+    """Model of dustin.interfaces on rank 0, what is the same in any array library: each call is told to the other ranks,
+    then made on the own shard. `ranks` is the backend's Ranks."""
+
+    def __init__(self, ranks: Any, mailbox: Mailbox, number: int, local: Any, spec: ModelSpec) -> None:
+        self.ranks, self.number, self.local, self.spec = ranks, number, local, spec
+        self.scale = local.scale
+        self._mailbox = mailbox
+
+    def order(self, what: str, values: dict[str, Any], arrays: Sequence[Any] = ()) -> None:
+        """Tell the other ranks, and what has waited before it."""
+        with self.ranks.together():
+            waiting = collect(self._mailbox)
+            self.ranks.order(what, values | {"model": self.number, "first": waiting}, arrays)
+
+    def new_cache(self, batch: int, capacity: int) -> RankCache:
+        """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
+        number = next_number()
+        with self.ranks.together():
+            self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
+            local, problem = attempt(lambda: self.local.new_cache(batch, capacity))
+            problems = self.ranks.agree(problem)
+        raise_first(problems)
+        return RankCache(self._mailbox, number, local, self.ranks.size)
+
+
 class Mirrored:
     """On a rank other than 0: the models (with the whole model's spec) and caches that rank 0 knows by number."""
 
@@ -89,6 +121,12 @@ class Mirrored:
             self.caches[rest[0]] = self.caches[number].take(rest[1], rest[2])
         else:
             self.caches.pop(number, None)
+
+    def new_cache(self, ranks: Any, local: Any, values: Mapping[str, Any]) -> None:
+        """The other ranks' part of SplitModel.new_cache: kept where every rank has one."""
+        cache, problem = attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
+        if not any(ranks.agree(problem)):
+            self.caches[values["cache"]] = cache
 
 
 def forward_order(
@@ -152,6 +190,22 @@ def check_same(answers: Sequence[tuple[str, str, str]], what: str) -> None:
                 f"rank {rank} loaded another model than rank 0: {answer[2]} ({answer[1]}), expected {answers[0][2]} "
                 f"({answers[0][1]}): give every rank the same {what}"
             )
+
+
+def attempt(action: Callable[[], Any]) -> tuple[Any, Problem]:
+    """The result of an action, or the error that every rank should hear of: our own errors as they are, a lack of memory as
+    MemoryLimitError in whatever words the library has for it, its other errors as ModelError."""
+    try:
+        return action(), None
+    except DustinError as error:
+        return None, (type(error), str(error))
+    except (MemoryError, OSError, ValueError, RuntimeError) as error:
+        text = str(error) if len(str(error)) <= _LONGEST else str(error)[:_LONGEST] + " ..."
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+            # torch explains its allocator after the first two sentences.
+            words = ". ".join(text.split(". ")[:2]) or type(error).__name__
+            return None, (MemoryLimitError, f"not enough memory ({words}): start more ranks, or lower --max-kv-size")
+        return None, (ModelError, f"{type(error).__name__}: {text}")
 
 
 def raise_first(problems: Sequence[Problem]) -> None:

@@ -17,8 +17,9 @@ from dustin.backends.common.config import ModelConfig
 from dustin.backends.common.mirror import (
     Mailbox,
     Mirrored,
-    Problem,
     RankCache,
+    SplitModel,
+    attempt,
     check_same,
     collect,
     forward_order,
@@ -32,7 +33,7 @@ from dustin.backends.mlx_metal import loading
 from dustin.backends.mlx_metal.backend import MlxBackend
 from dustin.backends.mlx_metal.model import MlxModel
 from dustin.backends.mlx_metal.ranks import Ranks, join, leave
-from dustin.errors import DustinError, ModelError, RankError, UsageError
+from dustin.errors import DustinError, RankError, UsageError
 from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
 
 
@@ -44,7 +45,7 @@ def create(device: str = "auto") -> MlxBackend:
         raise SystemExit(0)
     with ranks.together(DustinError):
         ranks.order("open", {"device": device, "first": []})
-        made, problem = _attempt(lambda: single.create(device))
+        made, problem = attempt(lambda: single.create(device))
         raise_first(ranks.agree(problem))
     return ParallelMlxBackend(ranks, made)
 
@@ -59,33 +60,13 @@ def follow() -> None:
     leave()
 
 
-class ParallelMlxModel:
-    """Model of dustin.interfaces on rank 0: each call is told to the other ranks, then made on the own shard."""
-
-    def __init__(self, ranks: Ranks, mailbox: Mailbox, number: int, local: MlxModel, spec: ModelSpec) -> None:
-        self.ranks, self.number, self.local, self.spec = ranks, number, local, spec
-        self.scale = local.scale
-        self._mailbox = mailbox
-
-    def order(self, what: str, values: dict[str, Any], arrays: Sequence[mx.array] = ()) -> None:
-        """Tell the other ranks, and what has waited before it."""
-        waiting = collect(self._mailbox)
-        self.ranks.order(what, values | {"model": self.number, "first": waiting}, arrays)
+class ParallelMlxModel(SplitModel):
+    """Model of dustin.interfaces on rank 0."""
 
     def limit_vocabulary(self, size: int) -> None:
         """Logits have the first `size` entries from now on (the head is whole on rank 0)."""
         self.local.limit_vocabulary(size)
         self.spec = dataclasses.replace(self.spec, vocab_size=size)
-
-    def new_cache(self, batch: int, capacity: int) -> RankCache:
-        """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
-        number = next_number()
-        with self.ranks.together():
-            self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
-            local, problem = _attempt(lambda: self.local.new_cache(batch, capacity))
-            problems = self.ranks.agree(problem)
-        raise_first(problems)
-        return RankCache(self._mailbox, number, local, self.ranks.size)
 
     def forward(
         self,
@@ -192,7 +173,7 @@ def _load(ranks: Ranks, backend: MlxBackend, source: Path, dtype: str) -> tuple[
         mx.eval(inner.parameters())
         return MlxModel(inner, shapes, name, backend.gate), whole
 
-    found, problem = _attempt(read)
+    found, problem = attempt(read)
     raise_first(ranks.agree(problem))
     local, spec = found
     check_same(ranks.agree((spec.fingerprint, spec.dtype, str(source))), "model")
@@ -281,7 +262,7 @@ class _Follower:
 
     def _do(self, what: str, values: dict[str, Any], arrays: list[mx.array]) -> None:
         if what == "open":
-            self._backend, problem = _attempt(lambda: single.create(values["device"]))
+            self._backend, problem = attempt(lambda: single.create(values["device"]))
             self._ranks.agree(problem)
             return
         if self._backend is None:
@@ -295,9 +276,7 @@ class _Follower:
             return
         local, spec = self._held.models[values["model"]]
         if what == "new_cache":
-            cache, problem = _attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
-            if not any(self._ranks.agree(problem)):
-                self._held.caches[values["cache"]] = cache
+            self._held.new_cache(self._ranks, local, values)
         elif what == "forward":
             cache = self._held.caches[values["cache"]]
             _forward(self._ranks, spec, local, cache, arrays[0], set_of_order(values, arrays[1:]), values)
@@ -306,13 +285,3 @@ class _Follower:
             within = TokenSet(arrays[-2], arrays[-1]) if values["within"] else None
             queries = dict(zip(layers, arrays, strict=False))
             _score(self._ranks, spec, score, local, self._held.caches[values["cache"]], queries, values, within)
-
-
-def _attempt(action: Any) -> tuple[Any, Problem]:
-    """The result of an action, or the error that every rank should hear of."""
-    try:
-        return action(), None
-    except DustinError as error:
-        return None, (type(error), str(error)[:1500])
-    except (OSError, ValueError, RuntimeError) as error:
-        return None, (ModelError, f"{type(error).__name__}: {error}"[:1500])

@@ -59,14 +59,21 @@ class Ranks(Steps):
         return bytes(np.array(self.from_first(mx.array(rest))))
 
     def agree(self, mine: Any) -> list[Any]:
-        """Every rank's value, on every rank. Raise ValueError on one that is too large."""
+        """Every rank's value, on every rank."""
         body = pickle.dumps(mine)
-        if len(body) > _HEADER - 8:
-            raise ValueError(f"a rank's answer takes {len(body)} bytes, expected at most {_HEADER - 8}")
-        row = np.zeros(_HEADER, np.uint8)
-        row[: len(body) + 8] = np.frombuffer(len(body).to_bytes(8, "little") + body, np.uint8)
-        rows = [bytes(x) for x in np.array(self.gather(mx.array(row)))]
-        return [pickle.loads(x[8 : 8 + int.from_bytes(x[:8], "little")]) for x in rows]
+        content = len(body).to_bytes(8, "little") + body
+        rows = self._rows(content[:_HEADER], _HEADER)
+        most = max(int.from_bytes(row[:8], "little") for row in rows) + 8
+        if most > _HEADER:
+            # All ranks have seen the longest answer's length, so all of them send again.
+            rows = self._rows(content, most)
+        return [pickle.loads(row[8 : 8 + int.from_bytes(row[:8], "little")]) for row in rows]
+
+    def _rows(self, content: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, filled up to `size`."""
+        row = np.zeros(size, np.uint8)
+        row[: len(content)] = np.frombuffer(content, np.uint8)
+        return [bytes(x) for x in np.array(self.gather(mx.array(row)))]
 
     def order(self, what: str, values: dict[str, Any], arrays: Sequence[mx.array] = ()) -> None:
         """Tell the other ranks to do `what`. Rank 0 only."""

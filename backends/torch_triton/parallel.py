@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from dustin.backends.common.mirror import (
-    Mailbox,
     Problem,
     RankCache,
+    SplitModel,
+    attempt,
     check_same,
-    collect,
     forward_order,
-    next_number,
     own_heads,
     own_reselection,
     raise_first,
@@ -33,7 +32,6 @@ from dustin.backends.torch_triton.ops import on_device
 from dustin.backends.torch_triton.ranks import Ranks
 from dustin.backends.torch_triton.sharding import Shard
 from dustin.backends.torch_triton.weights import Weights, build
-from dustin.errors import DustinError, MemoryLimitError, ModelError
 from dustin.interfaces import ForwardResult, ModelSpec, Tap, TokenSet
 
 # Of each weight file this much is compared between ranks.
@@ -42,19 +40,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 Make = Callable[[ModelConfig, Weights, str, Ranks], Any]
 
 
-class ParallelModel:
-    """Model of dustin.interfaces on rank 0: each call is told to the other ranks, then made on the own shard."""
-
-    def __init__(self, ranks: Ranks, mailbox: Mailbox, number: int, local: Any, spec: ModelSpec) -> None:
-        self.ranks, self.number, self.local, self.spec = ranks, number, local, spec
-        self.scale = local.scale
-        self._mailbox = mailbox
-
-    def order(self, what: str, values: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Tell the other ranks, and what has waited before it."""
-        with self.ranks.together():
-            waiting = collect(self._mailbox)
-            self.ranks.order(what, values | {"model": self.number, "first": waiting}, tensors)
+class ParallelModel(SplitModel):
+    """Model of dustin.interfaces on rank 0."""
 
     def limit_vocabulary(self, size: int) -> None:
         """Logits have the first `size` entries from now on. Raise ValueError on a size out of range."""
@@ -70,16 +57,6 @@ class ParallelModel:
             self.order("fit", {"tokens": tuple(int(token) for token in tokens), "rank": rank})
             problems = self.ranks.agree(fit_part(self.ranks, self.local, tokens, rank))
         raise_first(problems)
-
-    def new_cache(self, batch: int, capacity: int) -> RankCache:
-        """An empty cache on every rank. Raise MemoryLimitError naming the rank that lacks memory."""
-        number = next_number()
-        with self.ranks.together():
-            self.order("new_cache", {"cache": number, "batch": batch, "capacity": capacity})
-            local, problem = attempt(lambda: self.local.new_cache(batch, capacity))
-            problems = self.ranks.agree(problem)
-        raise_first(problems)
-        return RankCache(self._mailbox, number, local, self.ranks.size)
 
     def forward(
         self,
@@ -226,15 +203,3 @@ def _identity(config: ModelConfig, source: Path) -> str:
                 file.seek(i * size // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def attempt(action: Callable[[], Any]) -> tuple[Any, Problem]:
-    """The result of an action, or the error that every rank should hear of."""
-    try:
-        return action(), None
-    except DustinError as error:
-        return None, (type(error), str(error))
-    except torch.OutOfMemoryError as error:
-        return None, (MemoryLimitError, str(error).split(". ")[0])
-    except (OSError, ValueError, RuntimeError) as error:
-        return None, (ModelError, f"{type(error).__name__}: {error}")

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from dustin.backends.common.mirror import Mailbox, Mirrored, RankCache, collect, next_number, raise_first, set_of_order
+from dustin.backends.common.mirror import Mailbox, Mirrored, RankCache, attempt, collect, next_number, raise_first, set_of_order
 from dustin.backends.torch_triton import loading
 from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.model import TorchModel
-from dustin.backends.torch_triton.parallel import Make, ParallelModel, attempt, fit_part, forward_part, load_shard, partial_scores
+from dustin.backends.torch_triton.parallel import Make, ParallelModel, fit_part, forward_part, load_shard, partial_scores
 from dustin.backends.torch_triton.ranks import Ranks, join, leave
 from dustin.backends.torch_triton.sharding import Shard
 from dustin.errors import DustinError, RankError, UsageError
@@ -226,9 +226,7 @@ class Follower:
             return
         local, spec = self._held.models[values["model"]]
         if what == "new_cache":
-            cache, problem = attempt(lambda: local.new_cache(values["batch"], values["capacity"]))
-            if not any(self._ranks.agree(problem)):
-                self._held.caches[values["cache"]] = cache
+            self._held.new_cache(self._ranks, local, values)
         elif what == "fit":
             self._ranks.agree(fit_part(self._ranks, local, values["tokens"], values["rank"]))
         elif what == "forward":
