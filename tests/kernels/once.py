@@ -1,15 +1,19 @@
 """Every Triton kernel once on small ragged shapes, in the forms a launch can take: what compute-sanitizer watches.
 
     compute-sanitizer --tool memcheck python -m tests.kernels.once
-    compute-sanitizer --tool racecheck python -m tests.kernels.once
+    compute-sanitizer --tool racecheck python -m tests.kernels.once short checks
 
-Prints a line a launch with its relative RMS against float64; exit code 1 when one is off.
+Words choose parts (checks, attention0 to attention3, scoring, selection; all without one), which may then run side by side;
+`short` cuts the contexts, for tools that take a thousand times as long. Prints a line a launch with its relative RMS against
+float64; exit code 1 when one is off.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -24,7 +28,8 @@ from dustin.triton_kernels.translate_slots import translate_slots
 from tests.kernels.reference import attention, choose, head_scores, paged_case, random_set, relative_rms
 
 # (Hq, Hkv, D), page size, committed tokens, in-flight tokens, query rows.
-SHAPES = (
+Shape = tuple[tuple[int, int, int], int, list[int], list[int], int]
+SHAPES: tuple[Shape, ...] = (
     ((64, 8, 128), 64, [2001, 517, 0, 1024], [6, 3, 6, 0], 6),
     ((28, 4, 128), 32, [1000, 700], [6, 5], 6),
     ((14, 2, 64), 64, [900, 31], [1, 1], 1),
@@ -36,12 +41,23 @@ SPARSE = (
     AttentionConfig(64, 64, 4, 3, waves=1.0, fused_splits=64, value_parts=2, prefetch_bytes=1 << 20),
     AttentionConfig(64, 32, 4, 3, waves=3.0, fused_splits=0),
 )
-DENSE = (None, AttentionConfig(64, 64, 4, 3, waves=2.0, fused_splits=0))
+DENSE = (
+    None,
+    AttentionConfig(64, 64, 4, 3, waves=2.0, fused_splits=0),
+    AttentionConfig(64, 32, 4, 3, waves=2.0, fused_splits=4, described=True),
+)
 
 
-def attention_launches(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+def shortened(shape: Shape) -> Shape:
+    """A fifth of the context, and of the heads one kv head in four at least two: as many forms of a launch, fewer programs."""
+    (num_heads, num_kv_heads, dim), page_size, lengths, fed, tokens = shape
+    kept = max(2, num_kv_heads // 4)
+    return (num_heads // num_kv_heads * kept, kept, dim), page_size, [n // 5 for n in lengths], fed, tokens
+
+
+def attention_launches(dtype: torch.dtype, shapes: Sequence[Shape]) -> Iterator[tuple[str, float]]:
     """(launch, relative RMS) of both attention kernels."""
-    for heads, page_size, lengths, fed, tokens in SHAPES:
+    for heads, page_size, lengths, fed, tokens in shapes:
         case = paged_case("cuda", dtype, lengths=lengths, num_tokens=fed, tokens=tokens, heads=heads, page_size=page_size)
         indices, counts = random_set(case, [int(n * 0.4) for n in lengths])
         place = (indices, counts, case.lengths, case.num_tokens, case.page_table, page_size, tokens)
@@ -58,16 +74,18 @@ def attention_launches(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
             yield f"dense_verify {heads} {tokens} rows, form {i}", relative_rms(out, attention(case))
 
 
-def scoring_launches(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+def scoring_launches(dtype: torch.dtype, short: bool) -> Iterator[tuple[str, float]]:
     """(launch, relative RMS) of scoring: weights kept (through shared memory or directly) or keys read again."""
     lengths, fed = [3000, 1025, 0, 700], [5, 2, 5, 0]
+    lengths = [n // 2 for n in lengths] if short else lengths
     case = paged_case("cuda", dtype, lengths=lengths, num_tokens=[0] * 4, tokens=1, heads=(28, 4, 128), page_size=64)
     q, groups = torch.randn(4, 5, 4, 128, device="cuda").to(dtype), group_heads([0, 1, 2, 3], 28, 4, "cuda")
     rows = torch.tensor(fed, dtype=torch.int32, device="cuda")
-    want = head_scores(case, q, [0] * 4, fed, 3001)
+    columns = max(lengths) + 1
+    want = head_scores(case, q, [0] * 4, fed, columns)
     inside = ~want.isinf()
     for keep, direct in ((True, False), (True, True), (False, False)):
-        scores = torch.empty(4, 3001, device="cuda")
+        scores = torch.empty(4, columns, device="cuda")
         score_layers(
             [q] * 3, [case.k_pool] * 3, case.page_table, case.lengths, [groups] * 3, scores,
             num_rows=rows, weight=1 / 3, keep_weights=keep, config=ScoreConfig(128, 512, 3, direct=direct),
@@ -91,21 +109,39 @@ def selection_launches() -> Iterator[tuple[str, float]]:
         yield f"select_tokens {columns} k={budget}", float(not right)
 
 
-def main() -> int:
-    """Number of launches that are off, as an exit code."""
-    off = 0
+def parts(short: bool) -> dict[str, Callable[[], Iterator[tuple[str, float]]]]:
+    """Name -> launches."""
+    shapes = [shortened(shape) for shape in SHAPES] if short else SHAPES
+    found: dict[str, Callable[[], Iterator[tuple[str, float]]]] = {"checks": checked}
+    for i, shape in enumerate(shapes):
+        found[f"attention{i}"] = partial(attention_launches, torch.bfloat16, [shape])
+    return found | {"scoring": partial(scoring_launches, torch.bfloat16, short), "selection": selection_launches}
+
+
+def checked() -> Iterator[tuple[str, float]]:
+    """(kernel, 0 or infinity) of the self-test's checks."""
     for check in triton_checks():
         result = check if isinstance(check, Result) else judge(check)
-        off += result.state == "failed"
-        print(f"{result.name}: {result.state} {result.detail}", flush=True)
-    for launches in (attention_launches(torch.bfloat16), scoring_launches(torch.bfloat16), selection_launches()):
-        for name, error in launches:
+        yield f"{result.name}: {result.state} {result.detail}", math.inf if result.state == "failed" else 0.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Number of launches that are off, as an exit code; 2 on a word that names no part."""
+    found = parts("short" in words)
+    chosen = [word for word in words if word != "short"]
+    if unknown := set(chosen) - set(found):
+        print(f"no part is named {', '.join(sorted(unknown))}: expected short, {', '.join(found)}", file=sys.stderr)
+        return 2
+    off = launches = 0
+    for part in chosen or found:
+        for name, error in found[part]():
             off += not error <= 1e-2
+            launches += 1
             print(f"{name}: {error:.1e}", flush=True)
     torch.cuda.synchronize()
-    print(f"{off} off")
+    print(f"{launches} launches, {off} off")
     return min(off, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
