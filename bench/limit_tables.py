@@ -99,3 +99,17 @@ def own_sets_questions() -> str:
         "answers, % of dense (questions), tokens a round", made, columns,
         lambda row: f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']}), {row['acceptance_length']:.2f}",
     )  # fmt: skip
+
+
+def own_sets_acceptance() -> str:
+    """Tokens a round of whole engines, against dense speculation."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(OWN) if row.get("what") == "acceptance"]
+    contexts = sorted({row["context"] for row in made})
+    table: dict[str, dict[int, str]] = {}
+    for row in made:
+        label = "dense speculation" if row["mode"] == "dense" else _label(row) + ("" if row["sparse_draft"] else ", dense draft")
+        table.setdefault(label, {})[row["context"]] = f"{row['acceptance_length']:.2f}"
+    lines = [[label, *(by.get(context, "") for context in contexts)] for label, by in table.items()]
+    return markdown(["tokens a round", *map(str, contexts)], lines)

@@ -7,7 +7,9 @@ budgets and at equal bytes. Rows go to bench/results/own_sets.jsonl.
 
 from __future__ import annotations
 
+import gc
 import time
+from functools import partial
 from typing import Any
 
 import click
@@ -15,10 +17,12 @@ import click
 from bench import rows
 from bench.fidelity_cells import Cell, Pair, Way, chat_replay, named_scoring, text_replay
 from bench.fidelity_documents import make
-from bench.fidelity_plan import fitting
+from bench.fidelity_plan import SHORT, fitting, shares
 from bench.fidelity_run import Bench, load_pair
 
 OUT = rows.RESULTS / "own_sets.jsonl"
+# The longest context of the drift track.
+DRIFT_CONTEXT = 8192
 # What is measured first, and on the text track.
 CELLS = (
     Cell("dustin", "heuristic", 1024),
@@ -39,7 +43,11 @@ FURTHER = (
     Cell("dustin", "heuristic", 2048),
     Cell("dustin", "heuristic+every2c64kv", 1024),
 )
-ASKED = ("heuristic", "heuristic+every1c64", "heuristic+every1c64kv")
+ASKED = ("heuristic", "heuristic+every1c64kv", "heuristic+every1c64")
+TRACKS = ("chat", "text", "further", "questions", "acceptance", "drift")
+# Shares of a context's time; none for `drift`, which runs at one context.
+WEIGHTS = {"chat": 0.25, "text": 0.15, "further": 0.2, "questions": 0.45, "acceptance": 0.2, "drift": 0.3}
+OWN = "heuristic+every1c64kv"
 
 
 @click.command()
@@ -48,9 +56,11 @@ ASKED = ("heuristic", "heuristic+every1c64", "heuristic+every1c64kv")
 @click.option("--contexts", default="8192,16384,32000", show_default=True, help="Tokens of the documents' prefixes.")
 @click.option("--documents", type=click.IntRange(1), default=12, show_default=True)
 @click.option("--tokens", default=193, show_default=True, help="Continuation of a document.")
-@click.option("--questions", default=0, show_default=True, help="Questions a document and context; 0: none.")
+@click.option("--questions", default=8, show_default=True, help="Questions a document and context.")
+@click.option("--at-once", type=click.IntRange(1), default=24, show_default=True, help="Questions of a batch, longest context.")
+@click.option("--drift-tokens", default=1025, show_default=True, help="Tokens of the drift track.")
 @click.option("--gamma", type=click.IntRange(1, 15), default=5, show_default=True)
-@click.option("--tracks", default="chat,text", show_default=True)
+@click.option("--tracks", default=",".join(TRACKS), show_default=True, help="Parts to run, in this order.")
 @click.option("--seconds", default=3600.0, show_default=True, help="Leave out what does not fit in this time, loading included.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--prefill-chunk", default=512, show_default=True)
@@ -62,49 +72,81 @@ ASKED = ("heuristic", "heuristic+every1c64", "heuristic+every1c64kv")
 @click.option("--debug", is_flag=True, help="Stop at the first cell that fails.")
 def main(**opts: Any) -> None:
     """Shared sets against sets of the layers' own, on long documents."""
-    session = load_pair(opts)
+    run(load_pair(opts), opts)
+
+
+def run(session: Any, opts: dict[str, Any]) -> None:
+    """All parts on a loaded session, the longest context first. Exit code 1 when a cell failed."""
+    tracks = opts["tracks"].split(",")
+    if unknown := [name for name in tracks if name not in TRACKS]:
+        raise click.UsageError(f"--tracks {unknown[0]!r}: expected some of {', '.join(TRACKS)}")
     contexts = sorted(int(part) for part in opts["contexts"].split(","))
     bench = Bench(session, opts, {})
     documents = make(session.tokenizer, contexts, opts["documents"], opts["tokens"] + 8, opts["seed"])
-    copies = opts["at_once"] = min(24, 4 * len(documents)) if opts["questions"] else 0
-    pair = Pair(session, documents, contexts[-1], opts["tokens"] + 192, opts["prefill_chunk"], copies)
+    drifts = max((n for n in contexts if n <= DRIFT_CONTEXT), default=0) if "drift" in tracks else 0
+    # Long answers are written where the documents' own rows are, from the context on.
+    room = max(opts["tokens"], drifts + opts["drift_tokens"] - contexts[-1] if drifts else 0) + 192
+    copies = opts["at_once"] if "questions" in tracks and opts["questions"] else 0
+    pair = Pair(session, documents, contexts[-1], room, opts["prefill_chunk"], copies)
     bench.documents = documents
     click.echo(f"[{time.perf_counter() - bench.began:.0f}s] {len(documents)} documents of {contexts[-1]} tokens read", err=True)
-    # The middle one, then from the longest on: where the time ends, the most telling is there.
-    order = sorted(contexts, key=lambda n: (n != contexts[len(contexts) // 2], -n))
-    known: dict[int, Any] = {}
-    parts = [(track, track) for track in opts["tracks"].split(",")]
-    parts += [("further", "chat")] if "chat" in opts["tracks"] else []
-    for part, track in parts:
-        for context in order:
-            bench.guarded(f"{context} {part}", lambda c=context, p=part, t=track: _track(bench, pair, c, p, t, known))  # type: ignore[misc]
-    if opts["questions"]:
-        for context in order:
-            bench.guarded(f"{context} questions", lambda c=context: _questions(bench, pair, c))  # type: ignore[misc]
+    for context, until in shares(contexts, time.perf_counter(), bench.deadline - time.perf_counter()):
+        known: list[Any] = []
+        began, wanted = time.perf_counter(), [name for name in tracks if name != "drift" or context == drifts]
+        whole, done = sum(WEIGHTS[name] for name in wanted), 0.0
+        for name in wanted:
+            done += WEIGHTS[name]
+            end = began + (until - began) * done / whole
+            bench.guarded(f"{context} {name}", partial(_part, bench, pair, context, name, end, known))
+            gc.collect()
+    click.echo(f"[{time.perf_counter() - bench.began:.0f}s] peak {session.backend.peak_memory_bytes() / 2**30:.1f} GiB", err=True)
     if bench.failed:
         raise click.ClickException("some cells failed: see FAILED above")
 
 
-def _track(bench: Bench, pair: Pair, context: int, part: str, track: str, known: dict[int, Any]) -> None:
-    """The cells of one part on one track; `known` keeps dense attention's answers by context."""
-    tokens, gamma = bench.opts["tokens"], bench.opts["gamma"]
-    if time.perf_counter() > bench.deadline:
-        click.echo(f"out of time: {context} {part}", err=True)
+def _part(bench: Bench, pair: Pair, context: int, name: str, until: float, known: list[Any]) -> None:
+    """One part at one context; `known` keeps dense attention's answers there."""
+    opts, gamma = bench.opts, bench.opts["gamma"]
+    if time.perf_counter() > until:
+        click.echo(f"out of time: {context} {name}", err=True)
         return
-    if track == "chat":
-        replay, known[context] = chat_replay(pair, context, tokens, gamma, known.get(context))
+    budget = 1024 if context > SHORT else 256
+    if name == "questions":
+        _questions(bench, pair, context, until)
+    elif name == "acceptance":
+        _acceptance(bench, pair, context, budget, until)
+    elif name == "drift":
+        bench.drift(pair, context, OWN, budget, opts["drift_tokens"], until)
     else:
-        replay = text_replay(pair, context, tokens, gamma)
-    cells = {"chat": CELLS, "text": CELLS[:6], "further": FURTHER}[part]
-    bench.replays(replay, context, track, fitting(list(cells), context), bench.deadline)
-    replay.close()
+        if name == "text":
+            replay = text_replay(pair, context, opts["tokens"], gamma)
+        else:
+            replay, texts = chat_replay(pair, context, opts["tokens"], gamma, known[0] if known else None)
+            known.append(texts)
+        cells = {"chat": CELLS, "text": CELLS[:6], "further": FURTHER}[name]
+        bench.replays(replay, context, "text" if name == "text" else "chat", fitting(list(cells), context), until)
+        replay.close()
 
 
-def _questions(bench: Bench, pair: Pair, context: int) -> None:
+def _questions(bench: Bench, pair: Pair, context: int, until: float) -> None:
     """Questions by whole engines, dense attention first."""
-    budget = 512 if context > 4096 else 128
+    budget = 512 if context > SHORT else 128
     ways = []
     for mode, heads in (("dense", "heuristic"), *(("sparse", name) for name in ASKED)):
         scoring = named_scoring(heads, bench.session, {})
         ways.append(Way(f"{mode} {heads}", mode, "dustin", scoring, heads, budget))
-    bench.tasks(pair, context, ways, bench.deadline)
+    bench.tasks(pair, context, ways, until)
+
+
+def _acceptance(bench: Bench, pair: Pair, context: int, budget: int, until: float) -> None:
+    """Tokens a round of dense speculation, of one shared set and of own sets, the draft sparse and dense."""
+    shared, own = (named_scoring(name, bench.session, {}) for name in ("heuristic", OWN))
+    forms: list[tuple[str, Any, str, bool]] = [
+        ("dense", shared, "heuristic", True), ("sparse", own, OWN, True), ("sparse", own, OWN, False),
+        ("sparse", shared, "heuristic", True),
+    ]  # fmt: skip
+    ways: list[Any] = [
+        (Way(f"{mode} {heads}", mode, "dustin", scoring, heads, budget), {} if mode == "dense" else {"sparse_draft": sparse})
+        for mode, scoring, heads, sparse in forms
+    ]
+    bench.acceptance(pair, context, ways, bench.opts["tokens"] - 1, until)

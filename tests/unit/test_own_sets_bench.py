@@ -1,0 +1,96 @@
+"""The bench of own sets end to end on tiny random models: every part at every context, and its tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench import fidelity_cells, fidelity_documents, limit_tables, own_sets
+from tests.tiny_model import write
+
+CONTEXTS = (1400, 2800)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
+    """Texts and answers of a few tokens: the whole bench in seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fidelity_cells, "ANSWER_TOKENS", 3)
+        text = {kind: make()[:9000] for kind, make in fidelity_documents.SOURCES.items() if kind != "code"}
+        patch.setattr(fidelity_documents, "SOURCES", {kind: (lambda kind=kind: text[kind]) for kind in text})
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    # Keys of 64 numbers: what the compact keys of 64 want.
+    sizes = {"head_dim": 64, "max_position_embeddings": 4096}
+    return [str(write(folder / name, seed=seed, **sizes)) for seed, name in enumerate(("target", "draft"))]
+
+
+def bench(models: list[str], out: Path, *more: str) -> Any:
+    args = ["--model", models[0], "--draft-model", models[1], "--device", "cpu", "--dtype", "float32", "--documents", "1"]
+    args += ["--tokens", "8", "--at-once", "8", "--drift-tokens", "26", "--out", str(out)]
+    return CliRunner().invoke(own_sets.main, [*args, "--contexts", ",".join(map(str, CONTEXTS)), *more])
+
+
+@pytest.fixture(scope="module")
+def made(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("rows") / "own_sets.jsonl"
+    result = bench(models, out, "--debug")
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_every_part_has_its_rows(made: list[dict[str, Any]]) -> None:
+    for context in CONTEXTS:
+        # Short documents have a quarter of the budgets.
+        part = 4 if context <= 2048 else 1
+        mine = [row for row in made if row["context"] == context]
+        replayed = {(row["track"], row["selector"], row["heads"], row["budget"]) for row in mine if "kl" in row}
+        for cell in own_sets.CELLS:
+            if not cell.bytes_of:
+                assert ("chat", cell.selector, cell.heads, cell.budget // part) in replayed
+        assert ("text", "dustin", own_sets.CELLS[1].heads, 1024 // part) in replayed
+        asked = {(row["mode"], row["heads"]) for row in mine if row["track"] == "tasks"}
+        assert asked == {("dense", "heuristic"), *(("sparse", heads) for heads in own_sets.ASKED)}
+        accepted = [row for row in mine if row.get("what") == "acceptance"]
+        assert [(row["mode"], row["heads"], row["sparse_draft"]) for row in accepted] == [
+            ("dense", "heuristic", True), ("sparse", own_sets.OWN, True), ("sparse", own_sets.OWN, False),
+            ("sparse", "heuristic", True),
+        ]  # fmt: skip
+    drift = [row for row in made if row["track"] == "drift"]
+    assert [(row["context"], row["rectify"]) for row in drift] == [(max(CONTEXTS), None), (max(CONTEXTS), 256)]
+
+
+def test_own_sets_are_chosen_in_the_forward_and_whole_keys_come_closest_to_dense_attention(made: list[dict[str, Any]]) -> None:
+    chat = {row["heads"]: row for row in made if row["track"] == "chat" and row["context"] == CONTEXTS[0] and "kl" in row}
+    assert "chosen anew at layers 0-1 by kv head by compact keys of 64" in chat["none+every1c64kv"]["scoring"]
+    assert 0 < chat["none+every1c64kv"]["kl"]
+    # Compact keys are read instead of whole ones.
+    assert chat["none+every1c64kv"]["share_of_dense_bytes"] < chat["none+every1kv"]["share_of_dense_bytes"]
+
+
+def test_the_tables_name_every_form(made: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "own_sets.jsonl"
+    out.write_text("".join(json.dumps(row) + "\n" for row in made))
+    monkeypatch.setattr(limit_tables, "OWN", out)
+    assert "own sets by kv head, compact keys of 64, k=256" in limit_tables.own_sets()
+    asked = limit_tables.own_sets_questions()
+    assert "own sets by kv head, compact keys of 64, k=128" in asked
+    assert "tasks 1400" in asked
+    accepted = limit_tables.own_sets_acceptance()
+    assert "own sets by kv head, compact keys of 64, k=256, dense draft" in accepted
+    assert "dense speculation" in accepted
+
+
+def test_unknown_tracks_are_named(models: list[str], tmp_path: Path) -> None:
+    result = bench(models, tmp_path / "rows.jsonl", "--tracks", "chat,taxt")
+    assert result.exit_code == 2
+    assert "--tracks 'taxt': expected some of chat, text, further, questions, acceptance, drift" in result.output
