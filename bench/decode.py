@@ -17,14 +17,16 @@ from typing import Any
 import click
 import torch
 
-from bench import decode_acceptance, decode_checks, decode_exact, decode_regimes
+from bench import decode_acceptance, decode_checks, decode_exact, decode_own, decode_regimes
 from bench import rows as result_rows
 from bench.decode_acceptance import Acceptance, histogram
 from bench.decode_peers import transformers_rate
 from bench.decode_rounds import RoundOptions, Rounds, Side
+from dustin.backends.torch_triton.compact_keys import CompactKeys
 from dustin.backends.torch_triton.cuda_graphs import Captured
 from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.backends.torch_triton.cuda_random import QWEN2_0_5B, QWEN2_1_5B, QWEN2_7B, random_weights
+from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.cost_model import shape_of
 from dustin.interfaces import Tap
 from dustin.selection import draft_tap, target_tap
@@ -74,6 +76,7 @@ class DecodeBench:
                 store.normal_()
         self.results: list[dict[str, Any]] = []
         self.baseline: dict[tuple[int, int], float] = {}
+        self.compact: CompactKeys | None = None
         self.capture_seconds = 0.0
         # Mode or "draft" -> relative RMS, see decode_checks.
         self.errors: dict[str, float | None] = {}
@@ -104,10 +107,11 @@ class DecodeBench:
 
     def rounds(
         self, batch: int, sparse: bool, sparse_draft: bool, num_drafts: int = 0, sides: tuple[Side, Side] | None = None,
-        last_drafts: int = 0,
+        last_drafts: int = 0, again: Rechoice | None = None,
     ) -> Rounds:  # fmt: skip
         """Fresh state of one variant, over caches of its own or the given ones."""
-        options = RoundOptions(sparse, sparse_draft, num_drafts or self.num_drafts, self.budget, last_drafts=last_drafts)
+        gamma = num_drafts or self.num_drafts
+        options = RoundOptions(sparse, sparse_draft, gamma, self.budget, last_drafts=last_drafts, again=again)
         kind = "sparse" if sparse else "dense"
         accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
         return self.rounds_class(*(sides or self.sides(batch)), options, self.context, accepted)
@@ -163,13 +167,15 @@ class DecodeBench:
             self.speculative(batch, "sparse, dense draft", True, False, 24 * more)
         elif name == "both":
             self.speculative(batch, "sparse, sparse draft", True, True, 40 * more)
+        elif name == "own":
+            self.speculative(batch, "own sets, sparse draft", True, True, 40 * more, decode_own.choice(self, self.budget))
         elif name == "rectified":
             self.rectified(batch)
         elif name == "exact":
             for block in blocks:
                 decode_exact.measure(self, batch, block, checks=min(32 * more, (SLACK - 64) // (block + 1)))
         else:
-            raise click.UsageError(f"mode {name!r}: expected ar, dense, dense-sparse, sparse, both, rectified or exact")
+            raise click.UsageError(f"mode {name!r}: expected ar, dense, dense-sparse, sparse, both, own, rectified or exact")
 
     def plain(self, batch: int, steps: int = 24) -> None:
         """The baseline."""
@@ -200,10 +206,12 @@ class DecodeBench:
             tokens += sum(row[0] + 1 for row in host)
         return time.perf_counter() - began, tokens
 
-    def speculative(self, batch: int, mode: str, sparse: bool, sparse_draft: bool, count: int = 40) -> None:
+    def speculative(
+        self, batch: int, mode: str, sparse: bool, sparse_draft: bool, count: int = 40, again: Rechoice | None = None
+    ) -> None:
         """Rounds of one variant, and where a round's time goes."""
-        state = self.rounds(batch, sparse, sparse_draft)
-        if sparse:
+        state = self.rounds(batch, sparse, sparse_draft, again=again)
+        if sparse and again is None:
             error = decode_checks.attention_rms(state)
             self.errors.update(sparse=error, rectified=error, exact=error)
         self.errors["draft"] = decode_checks.fused_rms(state.draft, batch, self.context)
@@ -286,7 +294,7 @@ class DecodeBench:
 @click.option("--context", default=32768 - SLACK, show_default=True, help="Tokens a sequence has when decoding starts.")
 @click.option("--budget", default=512, show_default=True, help="Tokens of the sparse set.")
 @click.option("--drafts", default=5, show_default=True, help="Draft tokens a round.")
-@click.option("--modes", default="ar,dense,dense-sparse,sparse,both,rectified,exact", show_default=True,
+@click.option("--modes", default="ar,dense,dense-sparse,sparse,both,own,rectified,exact", show_default=True,
               help="What to measure.")  # fmt: skip
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")

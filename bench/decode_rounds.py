@@ -15,6 +15,7 @@ from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, Slots, make_slots
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_model import CudaModel
+from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.interfaces import Tap
 from dustin.triton_kernels.accept import accept_greedy
 from dustin.triton_kernels.argmax_rows import argmax_rows
@@ -36,6 +37,7 @@ class RoundOptions:
     num_recent_tokens: int = 32
     lookahead_share: float = 0.6
     last_drafts: int = 0  # mode exact: drafts that the dense check judges with a block, after the last set was chosen
+    again: Rechoice | None = None  # mode own: the target's layers choose sets of their own in the forward
 
     @property
     def chooses(self) -> bool:
@@ -55,10 +57,11 @@ class Side:
         self.groups = {i: group_heads(h, spec.num_heads, spec.num_kv_heads, model.device) for i, h in self.heads.items()}
 
     def run(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, slots: Slots | None, tapped: bool, logits: str
-    ) -> tuple[torch.Tensor | None, Queries]:
+        self, tokens: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, slots: Slots | None, tapped: bool, logits: str,
+        again: Rechoice | None = None,
+    ) -> tuple[torch.Tensor | None, Queries]:  # fmt: skip
         """One forward; captured queries are those of the last row unless all logits are asked for."""
-        inputs = Inputs(tokens, lengths, counts, self.cache.page_table, slots)
+        inputs = Inputs(tokens, lengths, counts, self.cache.page_table, slots, again=again)
         return self.forward.run(inputs, self.heads if tapped else {}, logits != "all", logits)
 
     def score(self, queries: Queries, lengths: torch.Tensor, num_rows: torch.Tensor, columns: int) -> torch.Tensor:
@@ -163,7 +166,10 @@ class Rounds:
             slots = make_slots(
                 self.indices, self.counts, self.target_lengths, self.fed, side.cache.page_table, side.page_size, tokens.shape[1]
             )
-        logits, queries = self.target.run(tokens, self.target_lengths, self.fed, slots, self.options.chooses, "all")
+        options = self.options
+        logits, queries = self.target.run(
+            tokens, self.target_lengths, self.fed, slots, options.chooses, "all", options.again
+        )
         if logits is None:
             raise RuntimeError("the verification gave no logits")
         return logits, queries
@@ -197,7 +203,7 @@ class Rounds:
             slots = make_slots(self.indices, self.counts, self.target_lengths, fed, table, side.page_size, rows)
         shape = (self.batch, rows, config.num_heads, config.head_dim)
         q = torch.randn(shape, device=fed.device).to(side.cache.pool.keys[0].dtype)
-        inputs = Inputs(q[:, :, 0, 0], self.target_lengths, fed, table, slots)
+        inputs = Inputs(q[:, :, 0, 0], self.target_lengths, fed, table, slots, again=self.options.again if sparse else None)
         for layer in range(config.num_layers):
             side.forward._attend(q, inputs, layer)
 
