@@ -28,6 +28,8 @@ from dustin.triton_kernels.translate_slots import translate_slots
 # Up to so many sequences the argmax is taken inside the head's product. Off: with the weights on the right it saved 2 to 5 us of
 # a step (0.5B, 1 to 32 rows, one H200); with them on the left, as it is now, it was not measured.
 FUSED_HEAD_ROWS = 0
+# Scratch of calls with more rows a sequence, prompts of any length, is made for each: they are many shapes, and no graphs.
+KEPT_ROWS = 64
 # Rows of one MLP product: bounds its intermediate [rows, 2 I] when a batch prefills.
 MLP_ROWS = 8192
 
@@ -75,7 +77,7 @@ def make_slots(
 
 
 class DeviceForward:
-    """The launches of one model over one page pool. Scratch is sized per shape on first use and kept for replays."""
+    """The launches of one model over one page pool. Scratch of few rows is sized per shape on first use and kept for replays."""
 
     def __init__(
         self,
@@ -251,7 +253,9 @@ class DeviceForward:
         packed = rows * (heads // kv_heads)
         return attention_config(sparse.choose_config(packed, dim, q.dtype), batch, kv_heads, packed, dim)
 
-    def _workspace(self, q: torch.Tensor, max_keys: int, sparse_keys: bool, heads: int = 0) -> AttentionWorkspace:
+    def _workspace(self, q: torch.Tensor, max_keys: int, sparse_keys: bool, heads: int = 0) -> AttentionWorkspace | None:
+        if q.shape[1] > KEPT_ROWS:
+            return None
         heads = heads or self.config.num_kv_heads
         key = (*q.shape, max_keys, sparse_keys, heads)
         if key not in self._workspaces:

@@ -20,7 +20,7 @@ from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, mak
 from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.model import Peers
-from dustin.backends.torch_triton.ops import host_values
+from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet
@@ -114,6 +114,8 @@ class CudaModel:
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, logits)
         if not any(counts):
             return self._nothing(batch, rows, heads, tap, logits)
+        if rows > MAX_GRAPH_ROWS and token_set is None and not all(counts):
+            return self._forward_some(tokens, counts, cache, tap, logits)
         graph = self.use_graphs and rows <= MAX_GRAPH_ROWS
         if EXACT_ROWS < rows <= MAX_GRAPH_ROWS:
             tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
@@ -129,6 +131,22 @@ class CudaModel:
             out = out[:, :rows] if out is not None and logits == "all" else out
             queries = queries if last_row_only else {layer: q[:, :rows] for layer, q in queries.items()}
         return ForwardResult(out, queries)
+
+    def _forward_some(
+        self, tokens: torch.Tensor, counts: Sequence[int], cache: PagedCache, tap: Tap | None, logits: str
+    ) -> ForwardResult:
+        """`forward` of many rows, of which sequences that feed nothing have none: beside the prompt that one slot of a server
+        reads, the rows of the others would be most of the work. Their outputs are zero."""
+        fed = [b for b, count in enumerate(counts) if count]
+        where = on_device(fed, torch.long, self.device)
+        part = _Part(cache, fed, cache.page_table[where])
+        some = self.forward(tokens[where], [counts[b] for b in fed], part, tap=tap, logits=logits)  # type: ignore[arg-type]
+
+        def spread(x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(len(counts), *x.shape[1:]).index_copy_(0, where, x)
+
+        out = None if some.logits is None else spread(some.logits)
+        return ForwardResult(out, {layer: spread(q) for layer, q in some.queries.items()})
 
     @torch.inference_mode()
     def draft_greedy(
@@ -179,6 +197,31 @@ class CudaModel:
         forward.head, forward.vocab_size = self._head, self.spec.vocab_size
         self._engines.append(_Engine(pool, forward))
         return self._engines[-1]
+
+
+class _Part:
+    """Some sequences of a cache, as a call without sets sees one."""
+
+    def __init__(self, cache: PagedCache, rows: Sequence[int], page_table: torch.Tensor) -> None:
+        self.pool, self.page_table, self.batch = cache.pool, page_table, len(rows)
+        self._cache, self._rows = cache, rows
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each."""
+        return tuple(self._cache.lengths[row] for row in self._rows)
+
+    def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
+        """See PagedCache.check_room."""
+        return tuple(self._cache.check_room(self._all(num_tokens))[row] for row in self._rows)
+
+    def advance(self, num_tokens: Sequence[int]) -> None:
+        """Count what was appended."""
+        self._cache.advance(self._all(num_tokens))
+
+    def _all(self, num_tokens: Sequence[int]) -> list[int]:
+        given = dict(zip(self._rows, num_tokens, strict=True))
+        return [given.get(b, 0) for b in range(self._cache.batch)]
 
 
 # Static copies of a call's sets: layer (or _SHARED) -> indices [B, k], counts [B].
@@ -239,6 +282,11 @@ class _Call:
         shape = (*tokens.shape, few_sizes(self._cache.page_table.shape[1]), widths, self._dense)
         heads = tuple(sorted(self._heads.items()))
         key = (*shape, heads, self._last_row_only, self._logits, graph, self._variant, self._again)
+        if not graph and tokens.shape[1] > MAX_GRAPH_ROWS:
+            # Prompts come in any number of rows: nothing is kept for each.
+            static = self._static(tokens.shape, dict(widths))
+            self._fill(static, tokens, lengths, counts)
+            return self._launch(static.inputs, static.sets)
         if key not in self._engine.graphs:
             static = self._static(tokens.shape, dict(widths))
             self._fill(static, tokens, lengths, counts)

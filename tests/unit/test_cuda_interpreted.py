@@ -221,3 +221,36 @@ def test_what_was_recorded_keeps_no_cache_alive():
     del cache
     gc.collect()
     assert pool.allocator.num_free == pool.allocator.num_pages
+
+
+@interpreted
+def test_a_prompt_beside_sequences_that_feed_nothing(monkeypatch):
+    """Their rows are left out of the work, and nothing is kept of a prompt's shape."""
+    from dustin.backends.torch_triton import cuda_forward, cuda_model
+    from dustin.interfaces import Tap
+
+    monkeypatch.setattr(cuda_model, "MAX_GRAPH_ROWS", 2)
+    monkeypatch.setattr(cuda_forward, "KEPT_ROWS", 2)
+    expected_model, model = make_models()
+    caches = [m.new_cache(4, 40) for m in (expected_model, model)]
+    generator, tap = torch.Generator().manual_seed(0), Tap({1: (0, 3)})
+    worked, run = [], cuda_forward.DeviceForward.run
+    monkeypatch.setattr(
+        cuda_forward.DeviceForward, "run", lambda self, inputs, *rest: worked.append(len(inputs.tokens)) or run(self, inputs, *rest)
+    )
+    for counts, logits in (((0, 7, 0, 5), "last"), ((6, 0, 0, 0), "all"), ((0, 3, 9, 0), "none"), ((3, 2, 1, 4), "last")):
+        tokens = torch.randint(0, 50, (4, max(counts)), generator=generator)
+        asked = {"tap": Tap(tap.heads, last_row_only=logits == "last"), "logits": logits}
+        outs = [m.forward(tokens, counts, cache, **asked) for m, cache in zip((expected_model, model), caches, strict=True)]
+        assert caches[0].lengths == caches[1].lengths
+        for b, count in enumerate(counts):
+            rows = slice(0, 1 if logits == "last" else count)
+            if count and logits != "none":
+                assert near(outs[1].logits[b, rows], outs[0].logits[b, rows])
+            if count:
+                assert near(outs[1].queries[1][b, rows], outs[0].queries[1][b, rows])
+        assert outs[1].queries[1].shape == outs[0].queries[1].shape
+        assert logits == "none" or outs[1].logits.shape == outs[0].logits.shape
+    assert worked == [2, 1, 2, 4]
+    engine = model._engine(caches[1].pool)
+    assert not engine.graphs and not engine.forward._workspaces
