@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from dustin import cli
 from tests.tiny_model import write
+from tests.unit.rank_helpers import ROOT, finish, free_port, start
 
-ROOT = Path(__file__).parents[2]
 ALL = ("ar", "dense", "self", "own-sets", "rectified", "exact", "quest", "sparse", "sparse-sampled", "pool")
 
 
@@ -27,49 +23,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target of three layers with 4 query and 2 kv heads, and a draft."""
     folder = tmp_path_factory.mktemp("ranks")
     return write(folder / "target", seed=3, num_hidden_layers=3), write(folder / "draft", seed=4)
-
-
-def free_port() -> str:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def start(size: int, command: list[str], environment: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
-    """All ranks of a run, as torchrun would start them."""
-    port = free_port()
-    shared = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    shared |= {"PYTHONPATH": str(ROOT), "DUSTIN_TP_TIMEOUT": "60"} | (environment or {})
-    return [
-        subprocess.Popen(
-            [sys.executable, *(part.format(rank=rank) for part in command)],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-        for rank in range(size)
-    ]
-
-
-@pytest.fixture
-def ranks() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that must be gone after the test."""
-    running: list[subprocess.Popen[str]] = []
-    yield running
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-
-
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each rank."""
-    deadline = time.monotonic() + timeout
-    ends = []
-    for process in processes:
-        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        ends.append((process.returncode, out, err))
-    return ends
 
 
 def drive(ranks: list[subprocess.Popen[str]], size: int, models: tuple[Path, Path], *cases: str, **environment: str) -> dict:
@@ -107,21 +60,6 @@ def test_compact_keys_are_fitted_on_every_rank(ranks: list[subprocess.Popen[str]
     alone = json.loads(one[1])
     assert alone["compact"] != alone["sparse"]
     assert drive(ranks, 2, folders, "sparse", "compact") == alone
-
-
-@pytest.mark.parametrize(
-    ("size", "extra", "text"),
-    [
-        ("2", [], "a layer's set cannot be chosen by heads of several ranks: give --reselection-by-kv-head true"),
-        ("4", ["--reselection-by-kv-head", "true"], "4 ranks share 2 kv heads, which then cannot choose sets of their own"),
-    ],
-)
-def test_sets_that_ranks_cannot_choose(models: tuple[Path, Path], size: str, extra: list[str], text: str) -> None:
-    """Refused on rank 0 with what to do."""
-    args = ["generate", "-m", str(models[0]), "--draft-model", str(models[1]), "--device", "cpu", "-p", "hello " * 30, "-n", "4"]
-    args += ["--mode", "sparse", "--budget", "48", "--reselection-layers", "1", *extra, "--tensor-parallel", size]
-    ended = run_dustin(*args)
-    assert ended.returncode == 2 and text in ended.stderr and ended.stderr.count("error:") == 1, ended.stderr
 
 
 @pytest.mark.slow
@@ -214,128 +152,6 @@ def test_a_silent_rank_runs_into_the_time_limit(ranks: list[subprocess.Popen[str
     out, err = ranks[0].communicate(timeout=60)
     assert ranks[0].returncode == 1
     assert "error: rank 1 does not answer" in err
-
-
-def run_dustin(*args: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m dustin ARGS`."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-    whole = inherited | {"PYTHONPATH": str(ROOT)} | (environment or {})
-    return subprocess.run(
-        [sys.executable, "-m", "dustin", *args], env=whole, capture_output=True, text=True, timeout=120, cwd=ROOT,
-    )  # fmt: skip
-
-
-def test_the_option_starts_the_ranks(models: tuple[Path, Path]) -> None:
-    """`--tensor-parallel 2` prints rank 0's answer once."""
-    args = ["generate", "-m", str(models[0]), "--device", "cpu", "--dtype", "float32", "-p", "hello", "-n", "12", "--mode", "ar"]
-    one, two = run_dustin(*args), run_dustin(*args, "--tensor-parallel", "2")
-    assert one.returncode == two.returncode == 0, (one.stderr, two.stderr)
-    assert two.stdout == one.stdout
-
-
-@pytest.mark.parametrize(
-    ("extra", "code", "text"),
-    [
-        (["--tensor-parallel", "3"], 2, "3 ranks cannot share 4 query heads evenly: use 1, 2 or 4 ranks"),
-        (["--tensor-parallel", "2", "--backend", "numpy"], 2, "expected torch"),
-        (["--tensor-parallel", "0"], 2, "0 is not in the range"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused(models: tuple[Path, Path], extra: list[str], code: int, text: str) -> None:
-    """One line, the right exit code, and no rank left behind."""
-    ended = run_dustin("generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "2", *extra)
-    assert ended.returncode == code
-    assert text in ended.stderr and ended.stderr.count("error:") == 1, ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("environment", "text"),
-    [
-        ({"DUSTIN_TP_TIMEOUT": "soon"}, "DUSTIN_TP_TIMEOUT is 'soon', expected seconds"),
-        ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK is 'first', expected the number"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a number"),
-    ],
-)
-def test_variables_of_ranks_are_checked(models: tuple[Path, Path], environment: dict[str, str], text: str) -> None:
-    """One line and exit code 2, whatever is wrong with them."""
-    ranks = [] if "WORLD_SIZE" in environment else ["--tensor-parallel", "2"]
-    ended = run_dustin("generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "2", *ranks, environment=environment)
-    assert ended.returncode == 2
-    assert text in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
-
-
-def generating(models: tuple[Path, Path], size: int = 2) -> subprocess.Popen[str]:
-    """`dustin generate --tensor-parallel` in a session of its own, which has printed something."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-    args = ["generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "480", "--ignore-eos", "--mode", "ar"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dustin", *args, "--tensor-parallel", str(size)], env=inherited | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    process.stdout.read(1)
-    return process
-
-
-def members(session: int) -> list[int]:
-    """Processes of a session that run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, _, of = stat.read_text().rsplit(")", 1)[1].split()[:4]
-            if int(of) == session and state not in "ZX":
-                found.append(int(stat.parent.name))
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes in /proc")
-@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
-def test_a_signal_to_the_command_ends_all_its_ranks(models: tuple[Path, Path], sig: int, code: int) -> None:
-    """Sent to the one process that was started: it ends as a single one would, and no rank is left behind."""
-    process = generating(models)
-    assert len(members(process.pid)) == 2
-    process.send_signal(sig)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == code
-    assert "Traceback" not in err and "error" not in err, err
-    deadline = time.monotonic() + 10
-    while members(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not members(process.pid)
-
-
-def test_a_rank_that_cannot_start_is_named(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """Before the ranks have found each other, where the time limit is minutes."""
-    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif os.environ.get('RANK') == '1': os._exit(7)\n")
-    args = ["generate", "-m", str(models[0]), "--device", "cpu", "-p", "x", "-n", "2", "--tensor-parallel", "2"]
-    began = time.monotonic()
-    ended = run_dustin(*args, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    assert ended.returncode == 1 and time.monotonic() - began < 30
-    assert ended.stderr == "error: rank 1 failed with exit code 7 before the ranks had joined\n"
-
-
-@pytest.mark.parametrize("args", ["--version", "generate -m x -h", "config"])
-def test_what_splits_no_model_waits_for_nobody(args: str) -> None:
-    """Under torchrun's variables rank 0 answers alone, the others end."""
-    for rank in ("0", "1"):
-        found = {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        ended = run_dustin(*args.split(), environment=found)
-        assert (ended.returncode, bool(ended.stdout), ended.stderr) == (0, rank == "0", "")
-
-
-def test_ranks_that_a_program_asks_for(models: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    """`dustin.cli.run` leaves its caller as it is."""
-    args = ["generate", "-m", str(models[0]), "--device", "cpu", "--dtype", "float32", "-p", "hello", "-n", "12", "--mode", "ar"]
-    assert cli.run([*args, "--tensor-parallel", "2"]) == 0
-    assert capfd.readouterr().out == run_dustin(*args).stdout
-
-
-@pytest.mark.slow
-def test_a_wrong_number_of_ranks_is_refused(ranks: list[subprocess.Popen[str]], models: tuple[Path, Path]) -> None:
-    """torchrun's ranks and the option disagree."""
-    ranks += start(2, ["-m", "dustin", "generate", "-m", str(models[0]), "-p", "x", "--tensor-parallel", "4"])
-    ends = finish(ranks)
-    assert ends[0][0] == 2 and "--tensor-parallel is 4, but 2 ranks are running" in ends[0][2]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.tiny_model import write
-from tests.unit.test_tensor_parallel import ROOT, finish, ranks, start  # noqa: F401
+from tests.unit.rank_helpers import ROOT, finish, start
 
 pytestmark = pytest.mark.gpu
 CASES = ("ar", "sparse", "exact")
@@ -40,7 +40,7 @@ def carried() -> dict[str, str]:
 @pytest.mark.parametrize("graphs", ["0", "1"], ids=["eager", "graphs"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_give_the_tokens_of_one_and_end(
-    ranks: list,  # noqa: F811
+    ranks: list,
     models: tuple[Path, Path],
     alone: dict,
     size: int,
