@@ -49,6 +49,7 @@ class Cell:
     caches: dict[str, Any] = field(default_factory=dict)
     reference: list[list[int]] = field(default_factory=list)
     baseline: float = 0.0
+    full_baseline: float = 0.0
 
     @property
     def batch(self) -> int:
@@ -70,13 +71,18 @@ def read_prompts(session: Session, cell: Cell, tokens: int, gamma: int) -> None:
 
 @dataclass
 class Outcome:
-    """What a run made and took. `per_step` counts the tokens of every row in every engine step (a block in mode exact)."""
+    """What a run made and took. `per_step` counts the tokens of every row in every engine step (a block in mode exact).
+
+    `full_tokens` were made in the first `full_seconds`, until the first row was done: what a server sees that fills free rows.
+    """
 
     texts: list[list[int]]
     stats: Any
     per_step: Counter[int]
     steps: int
     seconds: float
+    full_tokens: int
+    full_seconds: float
 
 
 def decode(inner: Session, cell: Cell, tokens: int, probe: Any = None) -> Outcome:
@@ -90,16 +96,19 @@ def decode(inner: Session, cell: Cell, tokens: int, probe: Any = None) -> Outcom
         run.engine.drafter.resume(cell.caches["draft"].take(order))
     run.engine.start(run.rows, run.cache)
     per_step: Counter[int] = Counter()
-    steps, seconds = 0, 0.0
+    steps, seconds, full_tokens, full_seconds = 0, 0.0, 0, 0.0
     while run.engine.active:
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), run.stats.decode_seconds
         events = probe(run.engine.step) if probe is not None and steps == 4 else run.engine.step()
         if steps != 4:
             seconds += time.perf_counter() - began
         per_step.update(Counter(event.row for event in events).values())
         steps += 1
+        if all(row.active for row in run.rows):
+            full_tokens, full_seconds = full_tokens + len(events), full_seconds + run.stats.decode_seconds - spent
     run.finish()
-    return Outcome([row.generated for row in run.rows], run.stats, per_step, steps, seconds)
+    texts = [row.generated for row in run.rows]
+    return Outcome(texts, run.stats, per_step, steps, seconds, full_tokens, full_seconds)
 
 
 def tokens_made(outcome: Outcome) -> int:
@@ -164,6 +173,11 @@ def rate_of(outcome: Outcome) -> float:
     return tokens_made(outcome) / outcome.stats.decode_seconds
 
 
+def full_rate_of(outcome: Outcome) -> float:
+    """Tokens a second while no row was done."""
+    return outcome.full_tokens / outcome.full_seconds if outcome.full_seconds else rate_of(outcome)
+
+
 def measure(inner: Session, cell: Cell, mode: str, tokens: int, first: Outcome | None = None) -> dict[str, Any]:
     """One row. `inner` has the options; mode auto keeps in it what costs are, and `first` is its first run."""
     session, options = inner, inner.options
@@ -179,7 +193,7 @@ def measure(inner: Session, cell: Cell, mode: str, tokens: int, first: Outcome |
     stats = outcome.stats
     made, rate = tokens_made(outcome), rate_of(outcome)
     if mode == "ar":
-        cell.baseline, cell.reference = rate, outcome.texts
+        cell.baseline, cell.full_baseline, cell.reference = rate, full_rate_of(outcome), outcome.texts
     equal = [leading(text, expected) for text, expected in zip(outcome.texts, cell.reference, strict=True)]
     differ = [b for b, n in enumerate(equal) if n < len(cell.reference[b])]
     gaps = [round(gap_at(session, cell, b, equal[b]), 4) for b in differ] if mode in LOSSLESS else None
@@ -201,6 +215,9 @@ def measure(inner: Session, cell: Cell, mode: str, tokens: int, first: Outcome |
         "plan": getattr(stats, "plan", None) if mode == "auto" else None,
         "tokens_per_second": round(rate, 1), "tokens_per_second_per_sequence": round(rate / cell.batch, 2),
         "baseline": "our dense autoregressive decoding with CUDA graphs, same engine", "ratio": round(rate / cell.baseline, 3),
+        # Rows that are done early leave their places empty here, which a server fills.
+        "full_batch_tokens_per_second": round(full_rate_of(outcome), 1),
+        "full_batch_ratio": round(full_rate_of(outcome) / cell.full_baseline, 3),
         "step_ms": round(1e3 * stats.decode_seconds / outcome.steps, 3),
         "probed_step_ms": round(1e3 * probe.seconds, 3) if probe.replays else None,
         "probed_graphs_ms": round(probe.ms, 3) if probe.replays else None, "graph_replays": probe.replays or None,
@@ -320,9 +337,9 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
         row = measure(inner, cell, mode, tokens, first if mode == "auto" else None)
         plain = row if mode == "ar" else plain
         result_rows.write(opts["output"], [row], append=True)
-        keys = ("tokens_per_second", "ratio", "acceptance_length", "tokens_per_check", "step_ms", "probed_step_ms",
-                "probed_graphs_ms", "graph_replays", "sequences_identical_to_ar", "top2_gaps_where_lossless_differs",
-                "mode_rounds", "runs_tokens_per_second", "peak_memory_gb")  # fmt: skip
+        keys = ("tokens_per_second", "ratio", "full_batch_ratio", "acceptance_length", "tokens_per_check", "step_ms",
+                "probed_step_ms", "probed_graphs_ms", "graph_replays", "sequences_identical_to_ar",
+                "top2_gaps_where_lossless_differs", "mode_rounds", "runs_tokens_per_second", "peak_memory_gb")  # fmt: skip
         click.echo(f"  {mode:10s} " + " ".join(f"{k}={row[k]}" for k in keys if row[k] is not None), err=True)
         if mode in counted:
             inner = with_options(replace(wide, mode=mode, drafter="draft"))
