@@ -7,6 +7,7 @@ by one means one client; together means `--clients` of them. Tokens are counted 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -50,15 +51,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass
+class Ready:
+    """A server that answers: where, after how many seconds, and how many of those it says it was warming up (0: it did not)."""
+
+    address: str
+    ready_seconds: float
+    warm_up_seconds: float
+
+
 @contextlib.contextmanager
-def serving(command: list[str], port: int, path: str, threads: int) -> Iterator[str]:
-    """A server process, once it answers GET `path`; its address. Ended afterwards."""
+def serving(command: list[str], port: int, path: str, threads: int) -> Iterator[Ready]:
+    """A server process, once it answers GET `path`. Ended afterwards."""
     import httpx
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=rows.ROOT)
-        address, end = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
+        began, address = time.monotonic(), f"http://127.0.0.1:{port}"
+        end = began + _START_SECONDS
         try:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
@@ -68,7 +79,10 @@ def serving(command: list[str], port: int, path: str, threads: int) -> Iterator[
                     log.seek(0)
                     raise click.ClickException(f"{' '.join(command[:4])} ... did not start: {log.read()[-800:]}")
                 time.sleep(0.2)
-            yield address
+            seconds = time.monotonic() - began
+            # The position in the file is the server's too.
+            said = re.search(rb"warmed up in ([0-9.]+) s", os.pread(log.fileno(), 1 << 20, 0))
+            yield Ready(address, seconds, float(said[1]) if said else 0.0)
         finally:
             process.terminate()
             try:
@@ -81,19 +95,24 @@ def serving(command: list[str], port: int, path: str, threads: int) -> Iterator[
 class Client:
     """Streams one chat after another; notes when text arrives."""
 
-    def __init__(self, address: str, model: str, tokens: int) -> None:
-        self.address, self.model, self.tokens = address, model, tokens
+    def __init__(self, ready: Ready, model: str, tokens: int) -> None:
+        self.ready, self.address, self.model, self.tokens = ready, ready.address, model, tokens
+
+    @functools.cached_property
+    def _http(self) -> Any:
+        """Connections are kept, as programs that ask for more than one chat do."""
+        import httpx
+
+        return httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None))
 
     def ask(self, text: str) -> tuple[str, list[float]]:
         """The answer, and the arrival times of its pieces, the first entry being when it was asked for."""
-        import httpx
-
         body = {
             "model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": self.tokens,
             "temperature": 0, "stream": True,
         }  # fmt: skip
         pieces, times = [], [time.perf_counter()]
-        with httpx.stream("POST", f"{self.address}/v1/chat/completions", json=body, timeout=600) as reply:
+        with self._http.stream("POST", f"{self.address}/v1/chat/completions", json=body) as reply:
             if reply.status_code != 200:
                 raise click.ClickException(f"{self.address}: {reply.status_code} {reply.read()[:300]!r}")
             for line in reply.iter_lines():
@@ -107,13 +126,11 @@ class Client:
 
 
 def warm(client: Client, opts: dict[str, Any]) -> None:
-    """The first requests. A GPU compiles and records what it meets for the first time: as many, and as long, as will come."""
-    if opts["device"] != "cuda":
-        client.ask("Hello")
-        return
-    for clients in (1, opts["clients"]):
+    """The first requests: one, and as many as will come at once, short ones. What else a GPU compiles and records, `dustin serve`
+    has by the time it says that it is ready, and that is part of what is measured here."""
+    for clients in (1, opts["clients"]) if opts["device"] == "cuda" else (1,):
         with ThreadPoolExecutor(clients) as pool:
-            list(pool.map(client.ask, [f"{i} " + "Hello " * opts["context"] for i in range(clients)]))
+            list(pool.map(client.ask, [f"Hello {i}" for i in range(clients)]))
 
 
 @dataclass
@@ -186,22 +203,25 @@ def sides(
         words += ["--device", opts["device"], "--dtype", opts["dtype"]]
         if draft is not None and name != "ar" and drafter in ("", "draft"):
             words += ["--draft-model", str(draft)]
-        words += ["--prefill-tokens", str(opts["prefill_tokens"])] if opts["prefill_tokens"] else []
+        for option in ("prefill_tokens", "prefill_chunk"):
+            words += ["--" + option.replace("_", "-"), str(opts[option])] if opts[option] else []
         words += ["--slots", str(opts["clients"]), "--mode", name, "--max-kv-size", str(opts["context"] + opts["tokens"] + 256)]
         yield f"dustin {mode}", [python, *words, *(["--drafter", drafter] if drafter else [])], port, "/health", str(source)
 
 
-def chats(tokenizer: Any, context: int, count: int, per_passage: int = 1) -> list[str]:
-    """Passages of a novel, each of about `context` tokens, and a question after it; `per_passage` chats begin with the same one."""
+def chats(tokenizer: Any, context: int, count: int, per_passage: int = 1, how: str = "") -> list[str]:
+    """Passages of a novel, each of about `context` tokens, and a question after it; `per_passage` chats begin with the same one.
+    `how` ends the question."""
     ids = [tokenizer.decode(passage) for passage in passages(tokenizer, context, -(-count // per_passage))]
-    ask = "Retell this passage in your own words." if per_passage == 1 else "Retell part {} of this passage in your own words."
+    ask = "Retell this passage in your own words" if per_passage == 1 else "Retell part {} of this passage in your own words"
+    ask += f"{how}."
     # What a server kept of a passage that was asked about alone must not help.
     begin = "" if per_passage == 1 else f"{per_passage} questions about this:\n\n"
     return [f"{begin}{ids[i // per_passage]}\n\n{ask.format(1 + i % per_passage)}" for i in range(count)]
 
 
-def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, servers: contextlib.ExitStack) -> list[str]:
-    """Addresses of all sides, which load at the same time; `servers` ends them."""
+def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, servers: contextlib.ExitStack) -> list[Ready]:
+    """All sides, which load at the same time; `servers` ends them."""
     with ThreadPoolExecutor(len(found)) as pool:
         entering = [serving(command, port, path, threads) for _, command, port, path, _ in found]
         asked = [(one, pool.submit(one.__enter__)) for one in entering]
@@ -228,6 +248,8 @@ def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, s
 @click.option("--context", default=300, show_default=True, help="Prompt tokens, about.")
 @click.option("--per-passage", default="1", show_default=True, help="Chats about the same passage; by commas: one after the other.")
 @click.option("--prefill-tokens", default=None, type=int, help="Of our servers; default: theirs.")
+@click.option("--prefill-chunk", default=None, type=int, help="Of our servers; default: theirs.")
+@click.option("--how", default="", help='Ends the question, as ", in 300 words" does.')
 @click.option("--tokens", default=48, show_default=True, help="Longest answer.")
 @click.option("--dtype", default="float32", show_default=True, help="Of all sides.")
 @click.option("--threads", default=2, show_default=True)
@@ -243,7 +265,7 @@ def main(**opts: Any) -> None:
     tokenizer = Tokenizer.load(source)
     groups = [int(number) for number in opts["per_passage"].split(",")]
     # Every round and both kinds have passages of their own: what a server keeps of prefixes must not help it here.
-    prompts = {n: chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"], n) for n in groups}
+    prompts = {n: chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"], n, opts["how"]) for n in groups}
     made: dict[tuple[str, int, int], Measured] = {}
     kept = rows.read(opts["output"]) if opts["append"] and opts["output"].exists() else []
     lines: list[dict[str, Any]] = []
@@ -253,8 +275,8 @@ def main(**opts: Any) -> None:
         asked: dict[str, Client] = {}
         draft = models.resolve(opts["draft_model"]) if opts["draft_model"] else None
         begun = list(sides(opts, source, draft, Path(folder)))
-        for (name, _, _, _, model), address in zip(begun, start_all(begun, opts["threads"], servers), strict=True):
-            asked[name] = Client(address, model, opts["tokens"])
+        for (name, _, _, _, model), ready in zip(begun, start_all(begun, opts["threads"], servers), strict=True):
+            asked[name] = Client(ready, model, opts["tokens"])
             for group, clients in itertools.product(groups, (1, opts["clients"])):
                 made[name, clients, group] = Measured(name, clients, group)
         with ThreadPoolExecutor(len(asked)) as pool:
@@ -266,7 +288,7 @@ def main(**opts: Any) -> None:
                 for name, client in asked.items():
                     made[name, clients, group].add(client, some, tokenizer)
                 # As they come: a run that is cut keeps what it has.
-                lines = [_row(found, made, opts, source) for found in made.values() if found.requests]
+                lines = [_row(found, made, asked[found.side].ready, opts, source) for found in made.values() if found.requests]
                 rows.write(opts["output"], kept + lines)
     for row in lines:
         click.echo(
@@ -285,7 +307,9 @@ def _device(kind: str) -> str:
     return torch.cuda.get_device_name()
 
 
-def _row(found: Measured, made: dict[tuple[str, int, int], Measured], opts: dict[str, Any], source: Path) -> dict[str, Any]:
+def _row(
+    found: Measured, made: dict[tuple[str, int, int], Measured], ready: Ready, opts: dict[str, Any], source: Path
+) -> dict[str, Any]:
     """One measurement with its ratios: to the same server one by one, and to each peer with as many clients."""
     row = {"bench": "serve", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real"}
     row |= {
@@ -293,7 +317,7 @@ def _row(found: Measured, made: dict[tuple[str, int, int], Measured], opts: dict
         "draft": Path(opts["draft_model"]).name if opts["draft_model"] else None,
     }
     row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"], "rounds": opts["rounds"]}
-    row |= found.as_dict()
+    row |= found.as_dict() | {"ready_s": round(ready.ready_seconds, 1), "warm_up_s": ready.warm_up_seconds}
     row |= {"ratio": round(found.rate / made[found.side, 1, found.per_passage].rate, 3), "baseline": "the same server, one client"}
     for (side, clients, group), other in made.items():
         alike = other.requests and (clients, group) == (found.clients, found.per_passage)
