@@ -19,8 +19,8 @@ from dustin.scoring import Scoring, heuristic
 VERSION = 1
 SHIPPED = Path(__file__).resolve().parent / "profiles"
 _NUMBERS = {
-    "lookahead_share": float, "history_rows": int, "history_decay": float, "lookahead_decay": float, "smoothing": int, "refresh": int,
-    "pool": int, "reselection_rank": int, "reselection_by_kv_head": bool,
+    "lookahead_share": float, "history_rows": int, "history_decay": float, "lookahead_decay": float, "smoothing": int,
+    "refresh": int, "pool": int, "reselection_rank": int, "reselection_by_kv_head": bool,
 }  # fmt: skip
 
 

@@ -19,8 +19,9 @@ class Scoring:
     `reselection` their heads' queries of the rows in flight choose it anew, by compact keys of `reselection_rank` numbers (0:
     by whole ones). The target's history is
     the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before; the
-    draft's are those of its drafted rows, plus `lookahead_decay` times those of the rounds before; `smoothing` is the width in tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are
-    scored, in the rounds between only the `pool` best of then. `source` names where this comes from.
+    draft's are those of its drafted rows, plus `lookahead_decay` times those of the rounds before; `smoothing` is the width in
+    tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are scored, in the rounds between only the
+    `pool` best of then. `source` names where this comes from.
     """
 
     target: Tap

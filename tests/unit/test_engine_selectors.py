@@ -56,6 +56,7 @@ def test_all_layers_dense_equals_dense_decoding_whatever_the_budget() -> None:
     [
         {"history_rows": 3},
         {"history_decay": 0.6},
+        {"lookahead_decay": 0.7},
         {"smoothing": 3},
         {"refresh": 3, "pool": 32},
         {"history_rows": 2, "history_decay": 0.3, "smoothing": 5, "refresh": 2, "pool": 30, "dense_layers": (0,)},

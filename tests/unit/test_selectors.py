@@ -215,6 +215,17 @@ def test_history_decay_keeps_older_rounds_in_view() -> None:
     assert 90 not in chosen(selector.select(context(target, history=0)))
 
 
+def test_lookahead_decay_keeps_what_older_drafts_looked_at() -> None:
+    target, draft = (Planted({layer: {40: 0, 90: 2} for layer in range(LAYERS)}) for _ in range(2))
+    for decay, kept in ((0.0, False), (0.8, True)):
+        selector = made("lookahead", replace(SCORING, lookahead_decay=decay))
+        selector.select(context(target, draft, lookahead=2))
+        got = chosen(selector.select(context(target, draft, lookahead=0)))
+        assert 40 in got and (90 in got) == kept
+        selector.restart({0})
+        assert 90 not in chosen(selector.select(context(target, draft, lookahead=0)))
+
+
 def test_a_repeated_selection_changes_no_memory() -> None:
     target = Planted({layer: {40: 0, 90: 2} for layer in range(LAYERS)})
     selectors = [made("history", replace(SCORING, history_decay=0.5)) for _ in range(2)]
