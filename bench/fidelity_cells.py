@@ -20,7 +20,8 @@ from dustin.selectors.peers import OracleSelector
 from dustin.sequence import Sequence
 from dustin.stats import Stats
 
-ANSWER_TOKENS = 48
+# Room for three answers in a list with a sentence before it.
+ANSWER_TOKENS = 72
 POOL = 4096
 
 

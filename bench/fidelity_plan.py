@@ -88,7 +88,7 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
     made += [way(name, best, 512) for name in peers if not few or name in ("history", "lookahead", "streaming", "snapkv")]
     if session.draft is not None and not few:
         made.append(replace(way("dustin", best, 512), sparse_draft=False))
-    return made + [way("dustin", best, budget) for budget in (1024, 2048, 256, 128) if budget // part > 64 and not few]
+    return made + [way("dustin", best, budget) for budget in (768, 1024, 2048, 256, 128) if budget // part > 64 and not few]
 
 
 def shares(contexts: list[int], began: float, seconds: float) -> Iterator[tuple[int, float]]:
