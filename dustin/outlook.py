@@ -44,25 +44,32 @@ class Outlook:
         drafted = [t - 1.0 for t in tokens] if self._drafter == "draft" else [0.0]
         checks = {block: self._check_seconds(costs, block, plain) for block in self._blocks if budgets}
         last = {n: self._last_seconds(costs, n, plain, dense.get(n, plain)) for n in (0, *self._drafts) if budgets}
+        shares = {n: self._shares(habits, n) for n in last}
         for budget in budgets:
             agreed = habits.agreed(budget, self._blocks[-1], doubt)
             kept = list(itertools.accumulate(agreed[1:], initial=0.0))
             sparse = {n: self._sparse_seconds(costs, n, budget, plain, dense.get(n, plain), length) for n in last}
             for (n, block), plan in self._exact[budget].items():
-                rounds, course = self._course(habits, n, block, batch)
+                rounds, course = self._course(shares[n], n, block, batch)
                 seconds = max(1.0, rounds * habits.rounds_factor) * sparse[n] + checks[block] + last[n]
                 found[plan] = block_tokens(course, block, agreed, kept, drafted[: n + 1]) / seconds
         return found
 
     def rounds(self, habits: Habits, plan: Plan, batch: int) -> float:
         """Sparse rounds that a block of `plan` is expected to take."""
-        return self._course(habits, plan.num_draft_tokens, plan.exact_block, batch)[0]
+        drafts = plan.num_draft_tokens
+        return self._course(self._shares(habits, drafts), drafts, plan.exact_block, batch)[0]
 
-    def _course(self, habits: Habits, drafts: int, block: int, batch: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    @staticmethod
+    def _shares(habits: Habits, drafts: int) -> tuple[float, ...]:
+        return (habits.sparse if habits.sparse.known else habits.dense).shares(drafts)
+
+    def _course(
+        self, shares: tuple[float, ...], drafts: int, block: int, batch: int
+    ) -> tuple[float, tuple[tuple[int, float], ...]]:
         # Prompt lookup often finds nothing: its blocks are not cut for it.
         least = max(1, block - drafts) if self._drafter == "draft" else block
-        source = habits.sparse if habits.sparse.known else habits.dense
-        return block_course(source.shares(drafts), least, block, batch)
+        return block_course(shares, least, block, batch)
 
     # Seconds.
 

@@ -31,9 +31,9 @@ _THINK_ROUNDS, _THINK_LATER, _SETTLED_ROUNDS = 4, 16, 32
 _KNOWN_TOKENS = 100.0
 # Agreement is known to a hundredth, which is several hundredths of speed: a budget is left for a clear gain only.
 _BUDGET_MARGIN = 1.06
-# Where every number of drafts has shapes of its own to record, few are worth it, and none that is one below the most. In the
-# measured cells of an H200, bench.regimes has these within 6 % of the best mode; 3, 5, 8 missed it by 8 %.
-_FEW_DRAFTS = (3, 6, 10)
+# Where every number of drafts, and every block, has shapes of its own to record, few are worth it, and no number of drafts that
+# is one below the most. In the measured cells of an H200, bench.regimes has these within 5 % of the best; 4, 8 missed it by 10 %.
+_FEW_DRAFTS, _FEW_BLOCKS = (2, 4, 6, 10), (7, 15, 31, 63, 127)
 # With its pending token a block of 7, 11, .. fills the rows that a GPU's graphs are made for.
 _DRAFTS, _BLOCKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15), (4, 7, 11, 15, 23, 31, 63, 127)
 
@@ -69,7 +69,7 @@ class AutoPlanner:
         self._in_use = budget
         self.prices = PriceList()
         self._drafts = few_drafts(most_drafts) if recorded else sorted({n for n in _DRAFTS if n < most_drafts} | {most_drafts})
-        blocks = [n for n in _BLOCKS if n <= most_block]
+        blocks = [n for n in (_FEW_BLOCKS if recorded else _BLOCKS) if n <= most_block]
         self._blocks = blocks if blocks and most_block - blocks[-1] <= 1 else [*blocks, most_block]
         self._outlook = Outlook(drafter, self._drafts, self._blocks, self._budgets)
         self._habits: Habits | None = None
