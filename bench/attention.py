@@ -9,7 +9,6 @@ little less work), and FlashInfer when it can be imported. A case prints no spee
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from bench.attention_case import (
     Case,
     Memory,
     Round,
+    copied_tb_per_s,
     time_us,
 )
 from dustin.triton_kernels import sparse_verify as sparse
@@ -303,16 +303,7 @@ def measure(case: Case, memory: Memory, copy_rate: float, baselines: dict[Any, A
 
 def copy_tb_per_s(memory: Memory) -> float:
     """Bytes read and written a second by a device copy of one pool."""
-    source, target = memory.buffers[0], memory.buffers[1]
-    times = []
-    for _ in range(6):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return 2 * source.numel() * source.element_size() / statistics.median(times[1:]) / 1e6
+    return copied_tb_per_s(memory.buffers[0], memory.buffers[1])
 
 
 @click.command()

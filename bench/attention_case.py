@@ -129,6 +129,19 @@ def time_us(launches: list[Launch], repeats: int = 9) -> float:
     return statistics.median(times)
 
 
+def copied_tb_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Bytes read and written a second by a device copy. Launched, not replayed: a copy within a graph is slower."""
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return 2 * source.numel() * source.element_size() / statistics.median(times[1:]) / 1e6
+
+
 def together(first: list[Launch], second: list[Launch], side: Any) -> Launch:
     """One launch that runs two lists on two streams and joins them (the branches of a graph)."""
 

@@ -7,7 +7,6 @@ values contiguous and no mask, so a little less work, on a layout that a paged c
 from __future__ import annotations
 
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import rows
 from bench.attention import relative_rms
-from bench.attention_case import LARGE, PAGE, SMALL, Shape, time_us
+from bench.attention_case import LARGE, PAGE, SMALL, Shape, copied_tb_per_s, time_us
 from dustin.triton_kernels.attention_core import AttentionWorkspace
 from dustin.triton_kernels.dense_verify import choose_config, dense_verify, plan
 
@@ -55,9 +54,7 @@ def packed_us(shape: Shape, batch: int, tokens: int, backend: SDPBackend) -> flo
 def copy_tb_per_s() -> float:
     """Bytes read and written a second by a device copy of 2 GiB."""
     source = torch.empty(1 << 30, dtype=torch.int16, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = [time_us([lambda: target.copy_(source)], 3) for _ in range(3)]
-    return 4 * source.numel() / statistics.median(times) / 1e6
+    return copied_tb_per_s(source, torch.empty_like(source))
 
 
 def measure(shape: Shape, batch: int, tokens: int, copy_rate: float) -> dict[str, Any]:
