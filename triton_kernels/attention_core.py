@@ -221,7 +221,7 @@ def merge_kernel(
     out, part_o, part_ml, lengths, num_tokens, slot_counts, T, window, num_heads,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SPARSE: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, SETS: tl.constexpr,
 ):  # fmt: skip
     """Second kernel of the unfused merge: program (sequence and kv head, chunk of BLOCK_R rows, row tile)."""
     begin_dependent(PDL)
@@ -237,7 +237,7 @@ def merge_kernel(
         return
     length = tl.load(lengths + b)
     if SPARSE:
-        active = sparse_split(tl.load(slot_counts + b) + fed, 0, SPLITS)[2]
+        active = sparse_split(tl.load(slot_counts + (b if SETS == 1 else b * HKV + h)) + fed, 0, SPLITS)[2]
     else:
         last = tl.minimum(((tile + 1) * BLOCK_M - 1) // G, fed - 1)
         active = dense_split(length, (tile * BLOCK_M) // G, last, window, 0, SPLITS, BLOCK_N, WINDOW)[2]

@@ -49,11 +49,12 @@ def score_heads(
     keep_weights: bool | None = None,
     workspace: ScoreWorkspace | None = None,
     config: ScoreConfig | None = None,
+    by_group: bool = False,
 ) -> torch.Tensor:
     """score_layers of one layer. `add` adds to scores instead of writing them."""
     return score_layers(
         [q], [k_pool], page_table, lengths, [groups], scores, num_rows=num_rows, weight=weight, add=add, scale=scale,
-        softcap=softcap, keep_weights=keep_weights, workspace=workspace, config=config,
+        softcap=softcap, keep_weights=keep_weights, workspace=workspace, config=config, by_group=by_group,
     )  # fmt: skip
 
 
@@ -73,6 +74,7 @@ def score_layers(
     keep_weights: bool | None = None,
     workspace: ScoreWorkspace | None = None,
     config: ScoreConfig | None = None,
+    by_group: bool = False,
 ) -> torch.Tensor:
     """Write (or add) to scores [B, Nmax] fp32: weight * sum over layers of the mean over rows and heads of softmax(q . K * scale).
 
@@ -81,6 +83,7 @@ def score_layers(
     the high half of byte j. All layers share page_table [B, max_pages], lengths [B] int32 (the softmax runs over [0,
     lengths[b])) and num_rows [B] int32 valid rows (0: the row's scores become 0, or stay when adding). With add=False
     entries at and beyond lengths[b] become -inf. Layers of equal shape and strides share two launches, up to MAX_LAYERS.
+    `by_group` (one layer): scores [B * KVH, Nmax], row b * KVH + i of kv group i alone, the mean over the heads of a group.
     Returns scores. Allocates nothing when `workspace` (see workspace_for) is passed. Raises ValueError on bad input.
     """
     if not len(queries) == len(k_pools) == len(groups) or not queries:
@@ -92,8 +95,11 @@ def score_layers(
         dtypes, width = (FLOAT_DTYPES, 2 * k_pool.shape[3]) if packed else ((k_pool.dtype,), k_pool.shape[3])
         check_tensor("q", q, (batch, None, group.num_heads, width), dtypes, k_pool, contiguous=False)
         check_pools(k_pool, None, page_table, batch, (*FLOAT_DTYPES, torch.int8))
+    parts = len(groups[0].heads) if by_group else 1
+    if by_group and len(queries) > 1:
+        raise ValueError(f"by_group: expected one layer, got {len(queries)}")
     check_counts(batch, first, lengths=lengths, num_rows=num_rows)
-    check_tensor("scores", scores, (batch, None), (torch.float32,), first)
+    check_tensor("scores", scores, (batch * parts, None), (torch.float32,), first)
     page_size = pool.shape[1]
     nmax = scores.shape[1]
     if nmax > page_table.shape[1] * page_size:
@@ -147,8 +153,8 @@ def score_layers(
         *inputs, workspace.stats, workspace.counters, *strides, shape.num_chunks, scale_log2, softcap,
         BLOCK_C=power_of_two(shape.num_chunks), CHUNK=shape.chunk, **common,
     )  # fmt: skip
-    score_mass_kernel[(triton.cdiv(nmax, shape.config.block_n * shape.mass_tiles), batch)](
-        *inputs, scores, *strides, scale_log2, softcap, weight / groups[0].num_heads, TILES=shape.mass_tiles,
-        BLOCK_R=power_of_two(shape.row_weights), ADD=add, **common,
+    score_mass_kernel[(triton.cdiv(nmax, shape.config.block_n * shape.mass_tiles), batch * parts)](
+        *inputs, scores, *strides, scale_log2, softcap, weight * parts / groups[0].num_heads, TILES=shape.mass_tiles,
+        BLOCK_R=power_of_two(shape.row_weights), ADD=add, BY_GROUP=by_group, **common,
     )  # fmt: skip
     return scores

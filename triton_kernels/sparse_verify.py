@@ -49,9 +49,10 @@ def sparse_verify_kernel(
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr, ROW_TILES: tl.constexpr,
     ROW: tl.constexpr, HEAD: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, SETS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, key split, row tile, kv head, part of the value dims); the kv heads of a split read neighbouring memory.
+    With SETS = HKV each kv head has a set of its own.
 
     AHEAD > 0: what says which committed rows to read is older than the kernel before, and so are those rows. Their first
     AHEAD entries (the depth of the pipeline) are copied before that kernel ends; queries and in-flight rows wait for it.
@@ -62,11 +63,12 @@ def sparse_verify_kernel(
     tile = (pid // (HKV * VALUES)) % ROW_TILES
     split = (pid // (HKV * VALUES * ROW_TILES)) % SPLITS
     b = pid // (HKV * VALUES * ROW_TILES * SPLITS)
-    slots += b.to(tl.int64) * stride_s
+    chosen_by = b if SETS == 1 else b * HKV + h
+    slots += chosen_by.to(tl.int64) * stride_s
     if AHEAD == 0:
         begin_dependent(PDL)
     fed = tl.minimum(tl.load(num_tokens + b), T)
-    count = tl.load(slot_counts + b)
+    count = tl.load(slot_counts + chosen_by)
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     t = m // G
@@ -148,7 +150,7 @@ def sparse_verify_kernel(
             visible = entry[None, :] <= tl.minimum(count + t, stop - 1)[:, None]
             if WINDOW:
                 chosen = entry < count
-                index = tl.load(indices + b.to(tl.int64) * stride_i + entry // UNIT, mask=chosen & (entry < stop), other=0)
+                index = tl.load(indices + chosen_by.to(tl.int64) * stride_i + entry // UNIT, mask=chosen & (entry < stop), other=0)
                 position = tl.where(chosen, index * UNIT + entry % UNIT, length + entry - count)
                 visible = visible & (position[None, :] > length + t[:, None] - window)
             s = tl.where(visible, s, float("-inf"))
@@ -213,28 +215,30 @@ def sparse_verify(
     """Attention of q [B, T, Hq, D] over {indices[b, :counts[b]]} and in-flight keys lengths[b] .. lengths[b] + t.
 
     k_pool, v_pool [pages, page_size, Hkv, D]; page_table [B, max_pages], lengths, num_tokens, counts [B] and indices
-    [B, k] are int32 on the device, indices ascending (blocks of `block_size` tokens when above 1). In-flight K, V already
-    lie in the pool. Rows at or beyond num_tokens[b] come out zero. `slots`, `slot_counts` from `translate_slots`, made
+    [B, k] are int32 on the device, indices ascending (blocks of `block_size` tokens when above 1). With B * Hkv rows of indices,
+    counts, slots and slot_counts, those of a sequence together, each kv head reads its own set. In-flight K, V already lie in
+    the pool. Rows at or beyond num_tokens[b] come out zero. `slots`, `slot_counts` from `translate_slots`, made
     once a round, skip the translation here. `settled` promises that the launch right before this one wrote none of
     slots, slot_counts, num_tokens and no committed row: they are then read while it still runs. `debug` reads the
     indices back and checks their range and order.
     Returns [B, T, Hq, D]; allocates nothing when slots, slot_counts, out and workspace are passed. Raises ValueError.
     """
-    given = {"lengths": lengths, "num_tokens": num_tokens, "counts": counts}
-    check_attention(q, k_pool, v_pool, page_table, out, MAX_QUERY_ROWS, window, softcap, **given)
+    check_attention(q, k_pool, v_pool, page_table, out, MAX_QUERY_ROWS, window, softcap, lengths=lengths, num_tokens=num_tokens)
     batch, tokens, num_heads, dim = q.shape
     page_size, num_kv_heads = k_pool.shape[1], k_pool.shape[2]
-    check_tensor("indices", indices, (batch, None), (torch.int32,), q, contiguous=False)
+    sets = num_kv_heads if len(indices) == batch * num_kv_heads else 1
+    check_tensor("indices", indices, (batch * sets, None), (torch.int32,), q, contiguous=False)
+    check_counts(batch * sets, q, counts=counts)
     if debug:
-        check_indices(indices, counts, lengths, block_size)
+        check_indices(indices, counts, lengths.repeat_interleave(sets), block_size)
     if slots is None or slot_counts is None:
         settled = False
         slots, slot_counts = translate_slots(
-            indices, counts, lengths, num_tokens, page_table, page_size, tokens, block_size=block_size
+            indices, counts, lengths, num_tokens, page_table, page_size, tokens, block_size=block_size, sets=sets
         )
     max_entries = indices.shape[1] * block_size + tokens
-    check_tensor("slots", slots, (batch, max_entries), (torch.int32,), q)
-    check_counts(batch, q, slot_counts=slot_counts)
+    check_tensor("slots", slots, (batch * sets, max_entries), (torch.int32,), q)
+    check_counts(batch * sets, q, slot_counts=slot_counts)
     group = num_heads // num_kv_heads
     config = config or choose_config(tokens * group, dim, q.dtype, one_wave(q, num_kv_heads))
     launch = plan(q, num_kv_heads, max_entries, config)
@@ -265,7 +269,7 @@ def sparse_verify(
         BLOCK_N=config.block_n, UNIT=block_size, SPLITS=launch.splits, VALUES=parts, ROW_TILES=launch.row_tiles,
         ROW=k_pool.stride(1), HEAD=k_pool.stride(2), AHEAD=ahead, TRIGGER=config.trigger, WINDOW=window > 0,
         SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent,
-        **options,
+        SETS=sets, **options,
     )  # fmt: skip
     merge_splits(out, workspace, lengths, num_tokens, slot_counts, window, launch, config, num_kv_heads, dependent)
     return out

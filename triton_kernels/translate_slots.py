@@ -13,13 +13,13 @@ from .runtime import INTERPRETED, begin_dependent, check_counts, check_tensor
 def translate_slots_kernel(
     indices, counts, lengths, num_tokens, page_table, slots, slot_counts,
     stride_i, stride_pt, stride_s, T,
-    PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, SETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk of BLOCK slots, sequence)."""
+    """Program (chunk of BLOCK slots, set): SETS sets a sequence."""
     begin_dependent(PDL)
     b = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + b)
-    fed = tl.minimum(tl.load(num_tokens + b), T)
+    length = tl.load(lengths + b // SETS)
+    fed = tl.minimum(tl.load(num_tokens + b // SETS), T)
     count = tl.load(counts + b)
     if UNIT > 1:
         # Blocks ascend, so only the last one can reach past the committed length.
@@ -32,7 +32,7 @@ def translate_slots_kernel(
     index = tl.load(indices + b * stride_i + entry // UNIT, mask=chosen, other=0)
     position = tl.where(chosen, index * UNIT + entry % UNIT, length + entry - count)
     used = entry < count + fed
-    page = tl.load(page_table + b * stride_pt + position // PAGE, mask=used, other=0)
+    page = tl.load(page_table + b // SETS * stride_pt + position // PAGE, mask=used, other=0)
     tl.store(slots + b * stride_s + entry, page * PAGE + position % PAGE, mask=used & (entry < stride_s))
 
 
@@ -46,6 +46,7 @@ def translate_slots(
     max_tokens: int,
     *,
     block_size: int = 1,
+    sets: int = 1,
     slots: torch.Tensor | None = None,
     slot_counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,11 +56,15 @@ def translate_slots(
     block past lengths[b] is cut). Returns slots [B, k * block_size + max_tokens] int32 and slot_counts [B] int32, the
     number of committed entries; in-flight entries follow at slot_counts[b] .. + num_tokens[b] - 1. Entries beyond are
     left as they were. All layers of a cache share one page table, so this runs once a round (METHOD section 3.3).
+    With several `sets` a sequence, indices, counts and what is returned have B * sets rows, those of a sequence together.
     """
     check_tensor("indices", indices, (None, None), (torch.int32,), contiguous=False)
     batch, width = indices.shape
-    check_counts(batch, indices, counts=counts, lengths=lengths, num_tokens=num_tokens)
-    check_tensor("page_table", page_table, (batch, None), (torch.int32,), indices, contiguous=False)
+    if sets < 1 or batch % sets:
+        raise ValueError(f"sets: expected a divisor of the {batch} rows of indices, got {sets}")
+    check_counts(batch, indices, counts=counts)
+    check_counts(batch // sets, indices, lengths=lengths, num_tokens=num_tokens)
+    check_tensor("page_table", page_table, (batch // sets, None), (torch.int32,), indices, contiguous=False)
     if block_size < 1 or page_size < 1:
         raise ValueError(f"block_size, page_size: expected at least 1, got {block_size}, {page_size}")
     total = width * block_size + max_tokens
@@ -74,7 +79,7 @@ def translate_slots(
     translate_slots_kernel[(triton.cdiv(total, block), batch)](
         indices, counts, lengths, num_tokens, page_table, slots, slot_counts,
         indices.stride(0), page_table.stride(0), slots.stride(0), max_tokens,
-        PAGE=page_size, UNIT=block_size, BLOCK=block, PDL=bool(options), num_warps=4, **options,
+        PAGE=page_size, UNIT=block_size, BLOCK=block, SETS=sets, PDL=bool(options), num_warps=4, **options,
     )  # fmt: skip
     return slots, slot_counts
 

@@ -1,0 +1,133 @@
+"""What sets of the kv heads' own are made with: codes and projected queries, scores by kv head, attention over a set for each."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from dustin.backends.torch_triton.compact_keys import fit  # noqa: E402
+from dustin.triton_kernels.attention_core import AttentionConfig  # noqa: E402
+from dustin.triton_kernels.packed_rows import packed_rows  # noqa: E402
+from dustin.triton_kernels.score_heads import group_heads, score_heads, score_layers  # noqa: E402
+from dustin.triton_kernels.sparse_verify import sparse_verify  # noqa: E402
+from tests.kernels.reference import check_parity, paged_case  # noqa: E402
+
+
+def numbers_of(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., rank] of codes [..., rank / 2]."""
+    return torch.cat([(codes << 4) >> 4, codes >> 4], -1).float()
+
+
+def rows_of(case, pool: torch.Tensor, b: int, length: int) -> torch.Tensor:
+    """The first `length` rows of sequence b in a pool."""
+    return pool[case.page_table[b].long()].flatten(0, 1)[:length]
+
+
+def a_case(device: str, dtype: torch.dtype, tokens: int):
+    heads = (6, 2, 32) if device == "cpu" else (28, 4, 128)
+    lengths = [150, 9, 0] if device == "cpu" else [5000, 9, 0]
+    case = paged_case(device, dtype, lengths=lengths, num_tokens=[tokens] * 3, tokens=tokens, heads=heads, page_size=32)
+    return case, heads, lengths
+
+
+@pytest.mark.parametrize("rank", [32, 64])
+def test_codes_and_queries(device: str, rank: int) -> None:
+    """The launch is what CompactKeys computes: newest keys encoded in place, nothing else touched, queries projected."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case, (num_heads, kv_heads, dim), lengths = a_case(device, dtype, 3)
+    if rank > dim:
+        pytest.skip("rank above the head dimension")
+    q = torch.randn(3, 3, num_heads, dim, device=device).to(dtype)
+    gen = torch.Generator().manual_seed(0)
+    keys = torch.randn(256, kv_heads, dim, generator=gen).to(device)
+    queries = torch.randn(256, num_heads, dim, generator=gen).to(device)
+    inverse = 1 / 10000 ** (torch.arange(dim // 2) / (dim // 2))
+    compact = fit({0: queries}, {0: keys}, rank, inverse.to(device), 512)
+    flat = case.k_pool.flatten(0, 1)
+    codes = torch.full((len(flat), kv_heads, rank // 2), 5, dtype=torch.int8, device=device)
+    got = packed_rows(
+        q, case.k_pool, codes, case.page_table, case.lengths, compact.mean[0], compact.encode[0], compact.decode[0], num_rows=2
+    )
+    want = compact.queries(0, q[:, :2].float())
+    check_parity(got, want.to(got.dtype), torch.float32 if dtype == torch.float32 else torch.float16)
+    pages = codes.unflatten(0, case.k_pool.shape[:2])
+    written = torch.zeros(len(flat), dtype=torch.bool, device=device)
+    places = written.unflatten(0, case.k_pool.shape[:2])
+    wrong = rows = 0
+    for b, length in enumerate(lengths):
+        first = max(0, length - 16)
+        mine = rows_of(case, pages, b, length)[first:]
+        expected = compact.codes_of(0, rows_of(case, case.k_pool, b, length)[first:])
+        wrong += int((numbers_of(mine) != numbers_of(expected)).sum())
+        rows += expected.numel()
+        for position in range(first, length):
+            places[int(case.page_table[b, position // 32]), position % 32] = True
+    # A coordinate that lies between two steps may go either way.
+    assert wrong <= rows // 500
+    assert (codes[~written] == 5).all()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_scores_by_kv_head(device: str, keep: bool) -> None:
+    """Every kv head's own mass, by packed keys, in both ways of unpacking them."""
+    case, (num_heads, kv_heads, _), lengths = a_case(device, torch.float32, 3)
+    rank, rows = 32 if device == "cpu" else 64, [3, 2, 0]
+    codes = torch.randint(-128, 128, (*case.k_pool.shape[:3], rank // 2), dtype=torch.int8, device=device)
+    groups, group = group_heads(tuple(range(num_heads)), num_heads, kv_heads, device), num_heads // kv_heads
+    columns = max(lengths) + 2
+    # The interpreter has no bfloat16.
+    for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if device == "cuda" else [])):
+        q = (torch.randn(3, 3, num_heads, rank, device=device) * 0.3).to(dtype)
+        scores = torch.full((3 * kv_heads, columns), float("nan"), device=device)
+        fed = torch.tensor(rows, dtype=torch.int32, device=device)
+        score_heads(
+            q, codes, case.page_table, case.lengths, groups, scores, num_rows=fed, scale=0.2, keep_weights=keep, by_group=True
+        )
+        for b, length in enumerate(lengths):
+            keys = numbers_of(rows_of(case, codes, b, length))
+            for h in range(kv_heads):
+                mine = scores[b * kv_heads + h]
+                assert mine[length:].isneginf().all()
+                if not rows[b] or not length:
+                    assert (mine[:length] == 0).all()
+                    continue
+                asked = q[b, : rows[b], h * group : (h + 1) * group].double()
+                want = torch.softmax(torch.einsum("rgd,nd->rgn", asked, keys[:, h].double()) * 0.2, -1).mean((0, 1))
+                check_parity(mine[:length], want.float(), torch.float32 if dtype == torch.float32 else torch.float16)
+    with pytest.raises(ValueError, match="by_group: expected one layer, got 2"):
+        score_layers([q] * 2, [codes] * 2, case.page_table, case.lengths, [groups] * 2, scores, num_rows=fed, by_group=True)
+
+
+@pytest.mark.parametrize("splits", ["merged", "fused", "default"])
+def test_attention_over_a_set_for_each_kv_head(device: str, splits: str) -> None:
+    """One launch is the same as one for each kv head over its own keys, bit for bit, whatever merges the splits."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case, (num_heads, kv_heads, dim), lengths = a_case(device, dtype, 3)
+    group, tokens = num_heads // kv_heads, 3
+    q = torch.randn(3, tokens, num_heads, dim, device=device).to(dtype)
+    width = 24
+    indices = torch.zeros(3 * kv_heads, width, dtype=torch.int32)
+    counts = torch.zeros(3 * kv_heads, dtype=torch.int32)
+    for row in range(3 * kv_heads):
+        # Sets of a sequence may differ in size.
+        size = max(0, min(lengths[row // kv_heads], width - row % kv_heads))
+        picked = torch.randperm(lengths[row // kv_heads])[:size].sort().values
+        indices[row, :size], counts[row] = picked.int(), size
+    indices, counts = indices.to(device), counts.to(device)
+    fused = {"merged": 0, "fused": 8, "default": 0}[splits]
+    config = AttentionConfig(16, 16, 4, 2, waves=8.0, fused_splits=fused, max_splits=4, ahead=False)
+    config = None if splits == "default" else config
+    rest = (case.page_table, case.lengths, case.num_tokens)
+    got = sparse_verify(q, case.k_pool, case.v_pool, *rest, indices, counts, config=config)
+    for h in range(kv_heads):
+        mine = slice(h * group, (h + 1) * group)
+        sets = torch.arange(3, device=device) * kv_heads + h
+        # As many programs as in the whole launch, or the splits would be others: the head is asked for once for each kv head.
+        part = q[:, :, mine].repeat(1, 1, kv_heads, 1).contiguous()
+        pools = [pool[:, :, h : h + 1].expand(-1, -1, kv_heads, -1).contiguous() for pool in (case.k_pool, case.v_pool)]
+        want = sparse_verify(part, *pools, *rest, indices[sets].contiguous(), counts[sets].contiguous(), config=config)
+        assert torch.equal(got[:, :, mine], want[:, :, :group])
+    with pytest.raises(ValueError, match="indices: expected shape"):
+        sparse_verify(q, case.k_pool, case.v_pool, *rest, indices[:-1], counts[:-1])

@@ -1,0 +1,118 @@
+"""What a layer needs before its rows choose a set by compact keys: codes of the newest keys, and the queries' side of the products.
+
+One launch in place of about twenty elementwise ones, none of which has enough to do to fill a processor.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .runtime import FLOAT_DTYPES, INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two
+
+# The largest number of four bits, signed.
+LARGEST = 7
+
+
+@triton.jit
+def packed_rows_kernel(
+    q, k_pool, codes, page_table, lengths, mean, encode, decode, out,
+    stride_qb, stride_qt, stride_pt, T, num_rows,
+    FRESH: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (0: keys, then tiles of BLOCK_M query rows; kv head, sequence); HALF numbers are in either half of a byte."""
+    begin_dependent(PDL)
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < D
+    n = tl.arange(0, HALF)
+    # Bases [Hkv, D, 2 * HALF].
+    base = (h * D + d)[:, None] * (2 * HALF) + n[None, :]
+    if tl.program_id(0) == 0:
+        length = tl.load(lengths + b).to(tl.int64)
+        r = tl.arange(0, FRESH)
+        position = length - FRESH + r
+        there = position >= 0
+        page = tl.load(page_table + b * stride_pt + position // PAGE, mask=there, other=0).to(tl.int64)
+        row = (page * PAGE + position % PAGE) * HKV + h
+        key = tl.load(
+            k_pool + ((page * PAGE + position % PAGE) * ROW + h * HEAD)[:, None] + d[None, :],
+            mask=there[:, None] & in_head[None, :], other=0.0,
+        )  # fmt: skip
+        moved = key.to(tl.float32) - tl.load(mean + h * D + d, mask=in_head, other=0.0)[None, :]
+        moved = tl.where(in_head[None, :], moved, 0.0)
+        low = tl.dot(moved, tl.load(encode + base, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
+        high = tl.dot(moved, tl.load(encode + base + HALF, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
+        # To the nearest, halves to even: the constant leaves no room for a fraction.
+        magic: tl.constexpr = 12582912.0
+        low = tl.minimum(tl.maximum((low + magic) - magic, -LARGEST), LARGEST).to(tl.int32)
+        high = tl.minimum(tl.maximum((high + magic) - magic, -LARGEST), LARGEST).to(tl.int32)
+        byte = (low & 15) | (high << 4)
+        tl.store(codes + row[:, None] * HALF + n[None, :], byte.to(tl.int8), mask=there[:, None])
+    else:
+        m = (tl.program_id(0) - 1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        t = m // G
+        head = h * G + m % G
+        fed = m < num_rows * G
+        source = q + b * stride_qb + t * stride_qt + head * D
+        x = tl.load(source[:, None] + d[None, :], mask=fed[:, None] & in_head[None, :], other=0.0).to(tl.float32)
+        target = out + ((b * num_rows + t) * (HKV * G) + head)[:, None] * (2 * HALF) + n[None, :]
+        low = tl.dot(x, tl.load(decode + base, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
+        tl.store(target, low.to(out.dtype.element_ty), mask=fed[:, None])
+        high = tl.dot(x, tl.load(decode + base + HALF, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
+        tl.store(target + HALF, high.to(out.dtype.element_ty), mask=fed[:, None])
+
+
+def packed_rows(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    codes: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    mean: torch.Tensor,
+    encode: torch.Tensor,
+    decode: torch.Tensor,
+    *,
+    num_rows: int,
+    fresh: int = 16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes of each sequence's last `fresh` committed keys, in place, and the first `num_rows` query rows in the compact basis.
+
+    q [B, T, Hq, D] post-RoPE (a head's rows contiguous); k_pool [pages, page_size, Hkv, D]; codes int8 [pages * page_size, Hkv,
+    rank / 2], numbers j and j + rank / 2 of a key in the low and high half of byte j; page_table [B, max_pages], lengths [B]
+    int32; mean [Hkv, D], encode and decode [Hkv, D, rank] fp32. Returns [B, num_rows, Hq, rank] in q's dtype, or in float16 for
+    bfloat16 (finer, and what score_heads unpacks codes for). Rows at and beyond a sequence's tokens are computed all the same.
+    Raises ValueError on bad input.
+    """
+    check_tensor("q", q, (None, None, None, k_pool.shape[3]), FLOAT_DTYPES, k_pool, contiguous=False)
+    batch, tokens, num_heads, dim = q.shape
+    check_pools(k_pool, None, page_table, batch)
+    check_counts(batch, q, lengths=lengths)
+    page_size, kv_heads = k_pool.shape[1:3]
+    rank = encode.shape[-1]
+    check_tensor("codes", codes, (k_pool.shape[0] * page_size, kv_heads, rank // 2), (torch.int8,), q)
+    for name, base, shape in (("mean", mean, (kv_heads, dim)), ("encode", encode, (kv_heads, dim, rank)),
+                              ("decode", decode, (kv_heads, dim, rank))):  # fmt: skip
+        check_tensor(name, base, shape, (torch.float32,), q)
+    if not 1 <= num_rows <= tokens or fresh < 16 or fresh != power_of_two(fresh):
+        raise ValueError(f"num_rows, fresh: expected 1 to {tokens} and a power of two from 16 on, got {num_rows} and {fresh}")
+    if rank < 32 or rank != power_of_two(rank) or num_heads % kv_heads or q.stride(2) != dim:
+        raise ValueError(f"rank: expected a power of two from 32 on, and heads of q side by side, got {rank} and {q.stride()}")
+    if out is None:
+        kind = torch.float16 if q.dtype == torch.bfloat16 else q.dtype
+        out = torch.empty(batch, num_rows, num_heads, rank, dtype=kind, device=q.device)
+    check_tensor("out", out, (batch, num_rows, num_heads, rank), FLOAT_DTYPES, q)
+    group = num_heads // kv_heads
+    block_m = power_of_two(min(num_rows * group, 32), 16)
+    options = {} if INTERPRETED else {"launch_pdl": True}
+    packed_rows_kernel[(1 + triton.cdiv(num_rows * group, block_m), kv_heads, batch)](
+        q, k_pool, codes, page_table, lengths, mean, encode, decode, out,
+        q.stride(0), q.stride(1), page_table.stride(0), tokens, num_rows,
+        FRESH=fresh, HKV=kv_heads, G=group, D=dim, BLOCK_D=power_of_two(dim, 16), HALF=rank // 2, BLOCK_M=block_m,
+        PAGE=page_size, ROW=k_pool.stride(1), HEAD=k_pool.stride(2), LARGEST=LARGEST, PDL=bool(options), num_warps=4, **options,
+    )  # fmt: skip
+    return out
