@@ -6,6 +6,7 @@ Also serves decoding (T = 1), the 32-64 row dense check of `exact`, and prefill 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -29,14 +30,17 @@ from .attention_launch import check_attention, launch_options, merge_splits, scr
 from .runtime import INTERPRETED, begin_dependent, power_of_two, precision_of
 
 MAX_QUERY_ROWS = 8192
+# Prompts, which have more rows a sequence than this, are split into a power of two: few kernels serve them all.
+FEW_ROWS = 64
 
 
-@triton.jit
+# Prompts have any number of rows, and so of row tiles: neither may compile a kernel of its own (one tile alone does).
+@triton.jit(do_not_specialize_on_alignment=["T", "ROW_TILES"])
 def dense_verify_kernel(
     q, k_pool, v_pool, page_table, lengths, num_tokens, out, part_o, part_ml, counters,
-    stride_qb, stride_qt, stride_qh, stride_pt, T, window, scale_log2, softcap,
+    stride_qb, stride_qt, stride_qh, stride_pt, T, window, scale_log2, softcap, ROW_TILES,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     ROW: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +181,11 @@ def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionCon
     batch, tokens, heads, dim = q.shape
     rows = tokens * (heads // num_kv_heads)
     config = config or choose_config(rows, dim, q.dtype)
-    return plan_attention(config, batch, num_kv_heads, rows, max_keys, q.device)
+    launch = plan_attention(config, batch, num_kv_heads, rows, max_keys, q.device)
+    if tokens > FEW_ROWS and launch.splits & (launch.splits - 1):
+        config = replace(config, max_splits=1 << (launch.splits.bit_length() - 1))
+        launch = plan_attention(config, batch, num_kv_heads, rows, max_keys, q.device)
+    return launch
 
 
 def dense_verify(
@@ -223,8 +231,9 @@ def dense_verify(
     dense_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads,)](
         q, keys, values, page_table, lengths, num_tokens, out, workspace.outputs, workspace.stats, workspace.counters,
         q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), tokens, window, scale * math.log2(math.e), softcap,
+        launch.row_tiles,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PAGE=page_size,
-        SPLITS=launch.splits, ROW_TILES=launch.row_tiles, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
+        SPLITS=launch.splits, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
         WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PDL=dependent,
         DESCRIBED=tiles is not None, **options,
     )  # fmt: skip

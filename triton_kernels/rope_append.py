@@ -12,7 +12,7 @@ import triton.language as tl
 from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, power_of_two
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def rope_append_kernel(
     q, k, v, q_out, k_pool, v_pool, page_table, lengths, num_tokens, cos, sin, q_norm, k_norm,
     stride_qb, stride_qt, stride_kb, stride_kt, stride_vb, stride_vt, stride_pt, T, eps,
