@@ -267,6 +267,11 @@ class Recorder:
 
     def _nothing_chosen(self) -> UsageError:
         options, row = self._engine.options, self._run.rows[0]
+        if row.prompt_length > options.budget and (options.mode != "dense" or options.drafter == "self"):
+            return UsageError(
+                f"no round of mode {options.mode!r} chose tokens to read: the answer ended after {len(row.generated)} tokens; "
+                "give a larger --max-tokens, or another question"
+            )
         return UsageError(
             f"no round of mode {options.mode!r} chooses tokens to read: the prompt has {row.prompt_length} tokens and the "
             f"budget is {options.budget}; give a longer document or a smaller --budget, and a mode that reads sparsely"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,14 @@ def test_a_run_without_a_chosen_set_says_what_to_do() -> None:
         recorded("sparse", budget=400)
 
 
+def test_an_answer_that_ends_before_a_set_is_chosen_says_so() -> None:
+    """Another budget would not help."""
+    with pytest.raises(UsageError, match="the answer ended after 1 tokens; give a larger --max-tokens"):
+        Recorder(session("sparse"), list(PROMPT), RequestOptions(max_tokens=1)).run()
+    with pytest.raises(UsageError, match="and a mode that reads sparsely"):
+        recorded("dense", "lookup")
+
+
 @given(st.lists(st.integers(0, 5000), unique=True))
 def test_packed_positions_come_back(positions: list[int]) -> None:
     positions.sort()
@@ -188,9 +197,40 @@ def test_a_long_document_stays_small() -> None:
     assert len(page.encode()) < 1_200_000
 
 
-def test_the_script_of_the_page_is_valid() -> None:
-    from shutil import which
+def shown(trace: Trace, tmp_path: Path) -> str:
+    """The page's document after its script has run in a browser."""
+    browser = next(filter(None, map(which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium here to show the page with")
+    page = tmp_path / "page.html"
+    page.write_text(render(trace))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}", "--virtual-time-budget=3000"]
+    done = subprocess.run(
+        [browser, *flags, "--enable-logging=stderr", "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
 
+
+def test_a_browser_shows_what_a_dense_round_read(tmp_path: Path) -> None:
+    """Every token that was there has a background, in grey; nothing goes wrong in the script."""
+    page = shown(a_trace(["a", "b", "c", "d", "e"], [Round(4, None, drafted=2, accepted=1)], 4), tmp_path)
+    spans = re.findall(r"<span([^>]*)>[a-e]</span>", page)
+    assert len(spans) == 5 and ["background: rgba(" in span for span in spans] == [True] * 4 + [False], spans
+    assert "1 of 2 (50 %), 2.00 tokens a round with drafts" in page
+
+
+def test_a_browser_shows_the_checks_of_mode_exact(tmp_path: Path) -> None:
+    """Sparse rounds accept provisionally: their bars would count tokens that the check cut."""
+    chosen = {"sink": [0], "recent": [3], "draft": [], "target": []}
+    rounds = [Round(4, chosen, drafted=4, accepted=4), Round(4, None, check=True, drafted=5, accepted=1)]
+    trace = a_trace(["a", "b", "c", "d", "e", "f"], rounds, 4)
+    trace.info["mode"] = "exact"
+    page = shown(trace, tmp_path)
+    assert "1 of 5 (20 %), 2.00 tokens a dense check" in page and "Provisional tokens kept" in page
+
+
+def test_the_script_of_the_page_is_valid() -> None:
     node = which("node")
     if node is None:
         pytest.skip("no node here to read the script with")
