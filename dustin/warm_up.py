@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # A call is recorded when it comes for the third time; one round more replays it.
 _ROUNDS, _BLOCKS = 4, 2
-# Chunks of a prompt up to this many tokens are recorded, in powers of two.
-_SMALL_CHUNKS = (1, 2, 4, 8, 16, 32, 64)
+# Chunks of a prompt up to this many tokens are recorded, in powers of two; of larger ones each double may be a kernel of its own.
+_SMALL_CHUNK = 64
 # Contexts that scores are met at: each double the one before, up to this many tokens.
 _LONGEST = 16384
 _SHORT = 16
@@ -61,7 +61,7 @@ def warm_up(
         engine.options = plans[-1]
         engine.open(session.target.new_cache(slots, context), slots, share=False)
         run = _WarmUp(engine, session.target.spec.vocab_size, 0.0 if greedy else 1.0, going)
-        run.read_prompts(sorted({*(n for n in _SMALL_CHUNKS if n <= max(chunks, default=64)), *chunks}) if greedy else [])
+        run.read_prompts(sorted({*doubles(max(chunks, default=_SMALL_CHUNK)), *chunks}) if greedy else [])
         length = 2 * options.budget + _SHORT
         for plan in plans:
             # Short contexts have no set.
@@ -77,6 +77,11 @@ def warm_up(
         if not going():
             break
     return time.perf_counter() - began
+
+
+def doubles(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << n for n in range(most.bit_length())]
 
 
 def slot_context(session: Session, options: EngineOptions) -> int:
