@@ -17,53 +17,60 @@ LARGEST = 7
 
 @triton.jit
 def packed_rows_kernel(
-    q, k_pool, codes, page_table, lengths, mean, encode, decode, out,
-    stride_qb, stride_qt, stride_pt, T, num_rows,
-    FRESH: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr,
+    q, k_pool, codes, page_table, lengths, mean, encode, decode, out, stride_qb, stride_qt, stride_pt, num_rows,
+    FRESH: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr,
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (0: keys, then tiles of BLOCK_M query rows; kv head, sequence); HALF numbers are in either half of a byte."""
     begin_dependent(PDL)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    in_head = d < D
+    part = tl.arange(0, STEP)
     n = tl.arange(0, HALF)
-    # Bases [Hkv, D, 2 * HALF].
-    base = (h * D + d)[:, None] * (2 * HALF) + n[None, :]
+    # Bases are [Hkv, D, 2 * HALF].
+    base = h * (D * 2 * HALF) + n[None, :]
     if tl.program_id(0) == 0:
-        length = tl.load(lengths + b).to(tl.int64)
         r = tl.arange(0, FRESH)
-        position = length - FRESH + r
+        position = tl.load(lengths + b).to(tl.int64) - FRESH + r
         there = position >= 0
         page = tl.load(page_table + b * stride_pt + position // PAGE, mask=there, other=0).to(tl.int64)
-        row = (page * PAGE + position % PAGE) * HKV + h
-        key = tl.load(
-            k_pool + ((page * PAGE + position % PAGE) * ROW + h * HEAD)[:, None] + d[None, :],
-            mask=there[:, None] & in_head[None, :], other=0.0,
-        )  # fmt: skip
-        moved = key.to(tl.float32) - tl.load(mean + h * D + d, mask=in_head, other=0.0)[None, :]
-        moved = tl.where(in_head[None, :], moved, 0.0)
-        low = tl.dot(moved, tl.load(encode + base, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
-        high = tl.dot(moved, tl.load(encode + base + HALF, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
+        place = page * PAGE + position % PAGE
+        low = tl.zeros([FRESH, HALF], tl.float32)
+        high = tl.zeros([FRESH, HALF], tl.float32)
+        for start in range(0, D, STEP):
+            d = start + part
+            in_head = d < D
+            key = tl.load(
+                k_pool + (place * ROW + h * HEAD)[:, None] + d[None, :], mask=there[:, None] & in_head[None, :], other=0.0
+            )
+            moved = key.to(tl.float32) - tl.load(mean + h * D + d, mask=in_head, other=0.0)[None, :]
+            wide = encode + base + (d * (2 * HALF))[:, None]
+            low += tl.dot(moved, tl.load(wide, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
+            high += tl.dot(moved, tl.load(wide + HALF, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
         # To the nearest, halves to even: the constant leaves no room for a fraction.
         magic: tl.constexpr = 12582912.0
-        low = tl.minimum(tl.maximum((low + magic) - magic, -LARGEST), LARGEST).to(tl.int32)
-        high = tl.minimum(tl.maximum((high + magic) - magic, -LARGEST), LARGEST).to(tl.int32)
-        byte = (low & 15) | (high << 4)
-        tl.store(codes + row[:, None] * HALF + n[None, :], byte.to(tl.int8), mask=there[:, None])
+        first = tl.minimum(tl.maximum((low + magic) - magic, -LARGEST), LARGEST).to(tl.int32)
+        second = tl.minimum(tl.maximum((high + magic) - magic, -LARGEST), LARGEST).to(tl.int32)
+        byte = (first & 15) | (second << 4)
+        tl.store(codes + ((place * HKV + h) * HALF)[:, None] + n[None, :], byte.to(tl.int8), mask=there[:, None])
     else:
         m = (tl.program_id(0) - 1) * BLOCK_M + tl.arange(0, BLOCK_M)
         t = m // G
         head = h * G + m % G
         fed = m < num_rows * G
         source = q + b * stride_qb + t * stride_qt + head * D
-        x = tl.load(source[:, None] + d[None, :], mask=fed[:, None] & in_head[None, :], other=0.0).to(tl.float32)
+        front = tl.zeros([BLOCK_M, HALF], tl.float32)
+        back = tl.zeros([BLOCK_M, HALF], tl.float32)
+        for start in range(0, D, STEP):
+            d = start + part
+            in_head = d < D
+            x = tl.load(source[:, None] + d[None, :], mask=fed[:, None] & in_head[None, :], other=0.0).to(tl.float32)
+            wide = decode + base + (d * (2 * HALF))[:, None]
+            front += tl.dot(x, tl.load(wide, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
+            back += tl.dot(x, tl.load(wide + HALF, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
         target = out + ((b * num_rows + t) * (HKV * G) + head)[:, None] * (2 * HALF) + n[None, :]
-        low = tl.dot(x, tl.load(decode + base, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
-        tl.store(target, low.to(out.dtype.element_ty), mask=fed[:, None])
-        high = tl.dot(x, tl.load(decode + base + HALF, mask=in_head[:, None], other=0.0), input_precision="tf32x3")
-        tl.store(target + HALF, high.to(out.dtype.element_ty), mask=fed[:, None])
+        tl.store(target, front.to(out.dtype.element_ty), mask=fed[:, None])
+        tl.store(target + HALF, back.to(out.dtype.element_ty), mask=fed[:, None])
 
 
 def packed_rows(
@@ -111,8 +118,8 @@ def packed_rows(
     options = {} if INTERPRETED else {"launch_pdl": True}
     packed_rows_kernel[(1 + triton.cdiv(num_rows * group, block_m), kv_heads, batch)](
         q, k_pool, codes, page_table, lengths, mean, encode, decode, out,
-        q.stride(0), q.stride(1), page_table.stride(0), tokens, num_rows,
-        FRESH=fresh, HKV=kv_heads, G=group, D=dim, BLOCK_D=power_of_two(dim, 16), HALF=rank // 2, BLOCK_M=block_m,
+        q.stride(0), q.stride(1), page_table.stride(0), num_rows,
+        FRESH=fresh, HKV=kv_heads, G=group, D=dim, STEP=16 if dim % 32 else 32, HALF=rank // 2, BLOCK_M=block_m,
         PAGE=page_size, ROW=k_pool.stride(1), HEAD=k_pool.stride(2), LARGEST=LARGEST, PDL=bool(options), num_warps=4, **options,
     )  # fmt: skip
     return out
