@@ -65,7 +65,7 @@ class Prompts:
         """Read on to `context` tokens of each prompt; the speed in tokens per second, 0 where nothing was left to read."""
         from time import perf_counter
 
-        from dustin.prefill import prefill
+        from dustin.prefill import chunk_of, prefill
 
         session, have = self.session, self.cache.lengths[0]
         parts = [row[have : max(have, context - self.unread)] for row in self.rows]
@@ -73,7 +73,7 @@ class Prompts:
             return 0.0
         start = perf_counter()
         with prefill_bar() as progress:
-            chunk = session.options.prefill_chunk
+            chunk = chunk_of(session.options.prefill_chunk, session.backend, len(self.rows))
             prefill(session.backend, session.target, self.cache, parts, chunk, None, progress, logits=False)
         return sum(map(len, parts)) / (perf_counter() - start)
 

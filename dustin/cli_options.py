@@ -76,7 +76,7 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     ),
     "route_confidence": (("--route-confidence",), "LOSSY: keep drafts this likely, to the draft, unchecked; 0 is off.", {}),
     "sparse_draft": (("--sparse-draft/--no-sparse-draft",), "Whether a draft model reads its own selected tokens only.", {}),
-    "prefill_chunk": (("--prefill-chunk",), "Prompt tokens read at a time.", {}),
+    "prefill_chunk": (("--prefill-chunk",), "Prompt tokens read at a time. Default: 512, on an NVIDIA GPU up to 2048.", {}),
     "max_kv_size": (("--max-kv-size",), "Refuse what needs more KV rows than this. Default: the model's context.", {}),
 }
 SAMPLING: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {

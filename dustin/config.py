@@ -127,7 +127,7 @@ class EngineOptions:
     relaxed_weight: float = 0.0
     route_confidence: float = 0.0
     sparse_draft: bool = True
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     max_kv_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class EngineOptions:
                     f"{name} is {getattr(self, name)}: it changes the output, which mode {self.mode!r} promises not to: "
                     "use --mode sparse or rectified, or leave it out"
                 )
-        require("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "1 or more tokens")
+        require("prefill_chunk", self.prefill_chunk, self.prefill_chunk is None or self.prefill_chunk >= 1, "1 or more tokens")
         rows = self.max_kv_size
         require("max_kv_size", rows, rows is None or rows >= 2, "2 or more tokens, of prompt and answer")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dustin.config import EngineOptions
 from dustin.interfaces import Array, Backend, Drafts, GreedyChain, KVCache, Model, RoundState, Tap
-from dustin.prefill import padded_tokens, prefill
+from dustin.prefill import chunk_of, padded_tokens, prefill
 from dustin.stats import Stats
 
 Progress = Callable[[int, int], None]
@@ -128,9 +128,8 @@ class ModelDrafter(NoDrafter):
             self.cache = self._draft.new_cache(len(prompts), min(capacity, self._draft.spec.context_length))
         unread = [row[known:-1] for row, known in zip(prompts, self.cache.lengths, strict=True)]
         try:
-            prefill(
-                self._backend, self._draft, self.cache, unread, self._options.prefill_chunk, None, progress, logits=False
-            )  # fmt: skip
+            chunk = chunk_of(self._options.prefill_chunk, self._backend, len(prompts))
+            prefill(self._backend, self._draft, self.cache, unread, chunk, None, progress, logits=False)
         finally:
             # What was read so far is dense, also when the reader gave up in the middle.
             self.dense_rows = list(self.cache.lengths)

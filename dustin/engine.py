@@ -31,7 +31,7 @@ from dustin.interfaces import (
     Verdict,
 )
 from dustin.planning import AutoPlanner, Look, Plan
-from dustin.prefill import prefill
+from dustin.prefill import chunk_of, prefill
 from dustin.scoring import ReadBytes
 from dustin.sequence import Event, Sequence, padded, warp_batch
 from dustin.set_memory import SetMemory
@@ -100,7 +100,7 @@ class Engine:
         self.stats.prompt_tokens += sum(row.prompt_length for row in rows)
         self.stats.reused_prompt_tokens += sum(seen)
         unread = [row.tokens[known:] for row, known in zip(rows, seen, strict=True)]
-        wide, chunk = self.selector.prompt_rows > 1, self.options.prefill_chunk
+        wide, chunk = self.selector.prompt_rows > 1, chunk_of(self.options.prefill_chunk, self.backend, len(rows))
         try:
             out = cast(
                 ForwardResult,

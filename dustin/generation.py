@@ -17,6 +17,7 @@ from dustin.engine import Engine
 from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
 from dustin.evidence import PriceList
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
+from dustin.prefill import chunk_of
 from dustin.profile_file import scoring_of
 from dustin.resolving import resolve
 from dustin.responses import GenerationResponse, GenerationResult
@@ -144,7 +145,7 @@ class Session:
         room = slot_context(self, options)
         require("batch", batch, batch >= 1, "1 or more prompts")
         require("context", context, context is None or 2 <= context <= room, f"2 to {room} tokens")
-        return warm_up(self, options, batch, context or room, (options.prefill_chunk,))
+        return warm_up(self, options, batch, context or room, (chunk_of(options.prefill_chunk, self.backend, batch),))
 
     def forget(self) -> None:
         """Drop the KV that `prefix_cache` kept."""

@@ -6,6 +6,19 @@ from collections.abc import Callable, Sequence
 
 from dustin.interfaces import Array, Backend, ForwardResult, KVCache, Model, Tap
 
+# Tokens of a prompt read at a time where nobody says how many: these, and up to the second where the backend takes more rows well.
+_CHUNK, _LONG_CHUNK = 512, 2048
+
+
+def chunk_of(asked: int | None, backend: Backend, rows: int) -> int:
+    """Tokens of each of `rows` prompts to read in a call: what was asked for, or what suits the backend."""
+    return asked or max(_CHUNK, min(_LONG_CHUNK, getattr(backend, "prompt_rows", 0) // max(1, rows)))
+
+
+def shared_chunk(asked: int | None, backend: Backend, rows: int) -> int:
+    """Tokens of `rows` prompts together to read in a call."""
+    return asked or max(_CHUNK, min(_LONG_CHUNK * rows, getattr(backend, "prompt_rows", 0)))
+
 
 def padded_tokens(backend: Backend, parts: Sequence[Sequence[int]]) -> Array:
     """[B, T] tokens of one chunk. A small T is rounded up to a power of two: backends that keep a graph a shape find it again."""

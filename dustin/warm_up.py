@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.planning import few_drafts
+from dustin.prefill import shared_chunk
 from dustin.sequence import Sequence
 from dustin.slots import SlotEngine
 from dustin.stats import Stats
@@ -133,7 +134,7 @@ class _WarmUp:
         each = max(plan.exact_block if exact else 0, plan.num_draft_tokens) + 1
         for slot in engine.free:
             self._admit(slot, _SHORT if slot else length, (count + 1) * each)
-        self._read(plan.prefill_chunk)
+        self._read(shared_chunk(plan.prefill_chunk, engine.backend, len(engine.reading)))
         for _ in range(count):
             if self._going() and engine.active:
                 engine.step()

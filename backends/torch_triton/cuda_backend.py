@@ -50,6 +50,8 @@ class CudaBackend(TorchBackend):
     plain_selection = False
     # Model calls of up to this many rows a sequence are recorded as graphs, one for each shape: few shapes are worth padding.
     recorded_rows = MAX_GRAPH_ROWS
+    # Rows of a call, of all prompts together, up to which more are read faster: launching a call takes as long as some hundreds.
+    prompt_rows = 8192
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
