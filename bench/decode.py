@@ -53,6 +53,7 @@ class DecodeBench:
     """Two random models on a device, and every way of decoding with them."""
 
     one_kv_head = False
+    last_drafts = 0  # that end a block of mode exact (0: as many as in a round)
     rounds_class: type[Rounds] = Rounds
 
     def __init__(
@@ -297,6 +298,7 @@ class DecodeBench:
 @click.option("--modes", default="ar,dense,dense-sparse,sparse,both,own,rectified,exact", show_default=True,
               help="What to measure.")  # fmt: skip
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
+@click.option("--last-drafts", default=0, show_default=True, help="Drafts that end a block of mode exact; 0: --drafts.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
 @click.option("--one-kv-head", is_flag=True, help="As --paper-scoring, the four heads of a layer in one kv head.")
 @click.option("--target", default="7b", type=click.Choice(list(TARGETS)), show_default=True, help="Shape of the target.")
@@ -308,8 +310,8 @@ class DecodeBench:
 @click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
 @click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
 def main(
-    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, paper_scoring: bool, one_kv_head: bool,
-    target: str, regimes: str, acceptance: str, text: str, peers: str, profile: str, output: Path, append: bool,
+    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, last_drafts: int, paper_scoring: bool,
+    one_kv_head: bool, target: str, regimes: str, acceptance: str, text: str, peers: str, profile: str, output: Path, append: bool,
 ) -> None:  # fmt: skip
     """Decoding speed on one GPU, random weights, acceptance replayed."""
     sizes = [int(b) for b in batches.split(",") if b]
@@ -321,6 +323,7 @@ def main(
         began = time.perf_counter()
         most = max(size * (length + SLACK + 64) for length, size in [(context, b) for b in sizes] + cells)
         bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most, target, one_kv_head)
+        bench.last_drafts = last_drafts
         torch.cuda.synchronize()
         plain = [row for row in earlier if row["mode"] == "ar" and row["model"] == bench.model]
         own = {(row["context"], row["batch"]): row["tokens_per_second"] for row in plain}

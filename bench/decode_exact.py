@@ -1,6 +1,6 @@
 """Mode exact on the device for bench/decode.py: sparse rounds propose a block, one dense pass checks it and the drafts after it.
 
-As in the engine (dustin/exact.py): rounds go on until half of the rows have `block` less one round's drafts, then the draft
+As in the engine (dustin/exact.py): rounds go on until half of the rows have `block` less the last drafts, then the draft
 model goes on from there, and the dense pass judges provisional tokens and drafts together.
 """
 
@@ -24,25 +24,26 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
     from bench.decode import gpu_ms
 
     gamma, device = bench.num_drafts, bench.device
-    if block <= gamma:
-        raise click.UsageError(f"--blocks: {block}, expected more than the {gamma} drafts that end a block (--drafts)")
-    state = bench.rounds(batch, True, True, last_drafts=gamma)
+    last = bench.last_drafts or gamma
+    if block <= last:
+        raise click.UsageError(f"--blocks: {block}, expected more than the {last} drafts that end a block (--last-drafts)")
+    state = bench.rounds(batch, True, True, last_drafts=last)
     whole = bench.capture(state.whole)
     tables = {
         kind: bench.acceptance.table(kind, most, 64, batch, seed=seed).to(device)
-        for kind, most, seed in (("check", block - gamma, 7), ("dense", gamma, 8))
+        for kind, most, seed in (("check", block - last, 7), ("dense", last, 8))
     }
     tokens = torch.randint(0, 1000, (batch, block + 1), dtype=torch.int32, device=device)
     base, made = state.target_lengths.clone(), torch.zeros(batch, dtype=torch.int32, device=device)
     turn = torch.zeros(1, dtype=torch.long, device=device)
-    offsets = torch.arange(1, gamma + 1, device=device)[None]
+    offsets = torch.arange(1, last + 1, device=device)[None]
 
     def check() -> None:
-        drafts, _ = state.propose()
-        provisional = (state.target_lengths - base).clamp_(max=block - gamma)
+        drafts, _ = state.propose(last=True)
+        provisional = (state.target_lengths - base).clamp_(max=block - last)
         tokens[:, :1].copy_(state.pending[:, None])
         tokens.scatter_(1, provisional.long()[:, None] + offsets, drafts)
-        logits, queries = state.dense_pass(tokens, base, provisional + (1 + gamma), "all")
+        logits, queries = state.dense_pass(tokens, base, provisional + (1 + last), "all")
         best, _ = argmax_rows(logits.flatten(0, 1))
         agreed, drafted = (tables[kind].index_select(0, turn)[0] for kind in ("check", "dense"))
         # The drafts count where all provisional tokens passed.
@@ -51,7 +52,7 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
         state.pending.copy_(best.view(batch, block + 1).gather(1, at)[:, 0])
         for layer, q in queries.items():
             state.history[layer].copy_(q.gather(1, at[:, :, None, None].expand(-1, 1, *q.shape[2:])))
-        state.draft_lengths.copy_(state.target_lengths + gamma)
+        state.draft_lengths.copy_(state.target_lengths + last)
         base.add_(kept + 1)
         state.target_lengths.copy_(base)
         # The draft keeps what it has; the replay spares it a third missing token where all of a block passed.
@@ -60,7 +61,7 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
         turn.add_(1).remainder_(64)
 
     graph = bench.capture(check)
-    rounds = rounds_until(block - gamma, bench.acceptance.shares_of("sparse", gamma))
+    rounds = rounds_until(block - last, bench.acceptance.shares_of("sparse", gamma))
 
     def restart() -> None:
         state.reset()
@@ -86,17 +87,19 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
     def fill() -> None:
         """As many provisional tokens as a block has at most."""
         restart()
-        state.target_lengths.fill_(bench.context + block - gamma)
+        state.target_lengths.fill_(bench.context + block - last)
         state.set_lengths.copy_(state.target_lengths - 1)
         state.draft_lengths.copy_(state.target_lengths)
 
     # Each check moves the lengths on; what sets them back is timed with it, and alone.
     checked = gpu_ms(lambda: (fill(), graph()), 3) - gpu_ms(fill, 3)
-    drafted, attention = gpu_ms(bench.capture(state.propose)), gpu_ms(bench.capture(lambda: state.attend(block + 1, False)))
+    drafted, attention = (
+        gpu_ms(bench.capture(part)) for part in (lambda: state.propose(last=True), lambda: state.attend(block + 1, False))
+    )
     bench.record(
         batch, f"exact {block}", total, seconds, query_rows=block + 1, num_draft_tokens=gamma, budget=bench.budget,
         acceptance_length=round(total / checks / batch, 3), histogram=histogram(tables["check"]), exact_block=block,
-        rounds_per_check=rounds, drafts_in_check=gamma, check_ms=round(checked, 2), block_ms=round(1e3 * seconds / checks, 2),
+        rounds_per_check=rounds, drafts_in_check=last, check_ms=round(checked, 2), block_ms=round(1e3 * seconds / checks, 2),
         draft_us=round(1e3 * drafted, 1), verify_attention_us=round(1e3 * attention, 1),
         verify_gemms_us=round(1e3 * (checked - drafted - attention), 1),
     )  # fmt: skip

@@ -95,8 +95,9 @@ class Rounds:
         self.indices = torch.arange(options.budget, dtype=torch.int32, device=device).repeat(batch, 1)
         self.counts = full(options.budget)
         self.one, self.fed, self.drafted = full(1), full(gamma + 1), full(gamma)
-        self.room = full(gamma + 2)
-        self.steps = torch.arange(1, gamma + 1, dtype=torch.int32, device=device)[:, None]
+        most = max(gamma, options.last_drafts)
+        self.room = full(most + 2)
+        self.steps = torch.arange(1, most + 1, dtype=torch.int32, device=device)[:, None]
         self.columns = torch.arange(gamma + 1, device=device)[None]
         self.num_columns = target.cache.page_table.shape[1] * target.page_size
         self.round = torch.zeros(1, dtype=torch.long, device=device)
@@ -114,25 +115,27 @@ class Rounds:
         self.set_lengths.fill_(self.context - 4)
         self.round.zero_()
 
-    def propose(self) -> tuple[torch.Tensor, Queries]:
-        """Drafts [B, gamma] int32 and lookahead queries [B, gamma, S, D] a layer."""
-        options, side, gamma = self.options, self.draft, self.options.num_draft_tokens
+    def propose(self, last: bool = False) -> tuple[torch.Tensor, Queries]:
+        """Drafts [B, n] int32 and lookahead queries [B, n, S, D] a layer: those of a round, or the last of a block, whose queries
+        nothing looks at."""
+        options, side = self.options, self.draft
+        count, most = options.last_drafts if last else options.num_draft_tokens, len(self.steps)
         lag = self.target_lengths + 1 - self.draft_lengths
         first = torch.where(lag == 2, self.unseen, self.pending)
         tokens = torch.stack([first, self.pending], 1)
         lengths = self.target_lengths[None] + self.steps
         slots = None
         if options.sparse_draft:
-            width = options.budget + gamma + 2 + options.last_drafts
+            width = options.budget + options.num_draft_tokens + 2 + options.last_drafts
             indices, counts = extend_set(self.indices, self.counts, self.set_lengths, self.draft_lengths, width)
-            slots = make_slots(indices, counts, self.draft_lengths, self.room, side.cache.page_table, side.page_size, gamma + 2)
+            slots = make_slots(indices, counts, self.draft_lengths, self.room, side.cache.page_table, side.page_size, most + 2)
             slots.indices = slots.slots
             stepped = counts[None] + lengths - self.draft_lengths[None]
         at, fed = self.draft_lengths, lag
         drafts, queries = [], []
-        for step in range(gamma):
+        for step in range(count):
             inputs = Inputs(tokens, at, fed, side.cache.page_table, slots)
-            token, captured = side.forward.run_greedy(inputs, side.heads if options.chooses else {})
+            token, captured = side.forward.run_greedy(inputs, side.heads if options.chooses and not last else {})
             drafts.append(token)
             queries.append(captured)
             tokens, at, fed = token[:, None], lengths[step], self.one

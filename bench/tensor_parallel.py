@@ -111,9 +111,9 @@ class SplitRounds(Rounds):
 
     peers: AllRanks
 
-    def propose(self) -> tuple[torch.Tensor, Queries]:
+    def propose(self, last: bool = False) -> tuple[torch.Tensor, Queries]:
         """See Rounds.propose."""
-        drafts, queries = super().propose()
+        drafts, queries = super().propose(last)
         return self.peers.from_first(drafts.contiguous()), queries
 
     def select(self, by_target: torch.Tensor, by_draft: torch.Tensor) -> None:
