@@ -11,6 +11,9 @@ import numpy as np
 from dustin.errors import MemoryLimitError
 from dustin.interfaces import Tap, WarpBatch
 
+# Lower temperatures count as this one: in float32 they would be zero, and the row a NaN.
+COLDEST = 1e-30
+
 
 def _number(path: Path) -> int | None:
     try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from dustin.backends.common.checks import check_lengths, check_warp
+from dustin.backends.common.checks import COLDEST, check_lengths, check_warp
 from dustin.backends.mlx_metal.set_ops import descending, log_softmax, order_keys
 from dustin.interfaces import HostVerdict, TokenLogprobs, Verdict, WarpBatch
 
@@ -65,7 +65,8 @@ def warp_rows(logits: mx.array, temperature: float, top_k: int, top_p: float, mi
     spiked = one_hot(mx.argmax(logits, axis=-1), size)
     if temperature == 0:
         return spiked
-    p = mx.softmax(logits / temperature, axis=-1, precise=True)
+    # The gap to the best token, so that a low temperature overflows nowhere.
+    p = mx.softmax((logits - logits.max(axis=-1, keepdims=True)) / max(temperature, COLDEST), axis=-1, precise=True)
     if 0 < top_k < size:
         keys = order_keys(logits)
         p = _normalised(mx.where(keys >= mx.sort(keys, axis=-1)[..., size - top_k, None], p, 0.0))

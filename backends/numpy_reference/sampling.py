@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dustin.backends.common.checks import COLDEST
 from dustin.backends.numpy_reference.cache import Floats, check_lengths
 from dustin.backends.numpy_reference.ops import Ints, softmax
 from dustin.interfaces import Verdict, WarpBatch
@@ -31,14 +32,17 @@ def one_hot(token: int, size: int) -> Floats:
 def warp_row(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float) -> Floats:
     """[V] distribution: temperature, top-k, top-p, min-p, renormalised after each. Ties keep the lower index.
 
-    Temperature 0 is one-hot at the argmax. Rows with a NaN are one-hot at 0: finite, and reported by `Verdict.finite`.
+    Temperature 0 is one-hot at the argmax, as is a row with +inf; lower ones than COLDEST count as that. Rows with a NaN are
+    one-hot at 0: finite, and reported by `Verdict.finite`.
     """
     size = len(logits)
     if np.isnan(logits).any():
         return one_hot(0, size)
-    if temperature == 0:
-        return one_hot(int(logits.argmax()), size)
-    p = softmax(logits / temperature)
+    best = int(logits.argmax())
+    if temperature == 0 or np.isposinf(logits[best]):
+        return one_hot(best, size)
+    # The gap to the best token, so that a low temperature overflows nowhere.
+    p = softmax((logits - logits[best]) / max(temperature, COLDEST))
     order = np.argsort(-logits, kind="stable")
     if 0 < top_k < size:
         p[order[top_k:]] = 0

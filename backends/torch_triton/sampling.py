@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from dustin.backends.common.checks import check_warp
+from dustin.backends.common.checks import COLDEST, check_warp
 from dustin.backends.torch_triton.cache import check_lengths
 from dustin.backends.torch_triton.ops import on_device, top_mask
 from dustin.interfaces import HostVerdict, TokenLogprobs, Verdict, WarpBatch
@@ -39,7 +39,8 @@ def warp_rows(logits: torch.Tensor, temperature: float, top_k: int, top_p: float
     spiked = F.one_hot(logits.argmax(-1), size).to(logits.dtype)
     if temperature == 0:
         return spiked
-    p = torch.softmax(logits / temperature, -1)
+    # The gap to the best token, so that a low temperature overflows nowhere.
+    p = torch.softmax((logits - logits.amax(-1, keepdim=True)) / max(temperature, COLDEST), -1)
     if 0 < top_k < size:
         p = _normalised(p * top_mask(logits, top_k))
     if top_p < 1:

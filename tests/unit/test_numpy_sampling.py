@@ -48,6 +48,11 @@ def test_ties_of_warps_keep_the_lower_index():
     assert warped([2.0, 2.0, 2.0, 2.0], top_p=0.5)[0].tolist() == [0.5, 0.5, 0, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-45, 5e-324])
+def test_the_coldest_temperatures_share_the_mass_among_ties(temperature):
+    assert warped([1.0, 2.0, -3e38, 2.0], temperature=temperature)[0].tolist() == [0, 0.5, 0, 0.5]
+
+
 def test_penalties_by_hand():
     logits = np.array([2.0, -1.0, 0.5, 0.0])
     got = warped(logits, [0, 0, 1], repetition_penalty=2.0)[0]

@@ -103,6 +103,7 @@ WARPS = [
     {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1},
     {"temperature": 1.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05}, {"repetition_penalty": 1.4},
     {"presence_penalty": 0.8, "frequency_penalty": 0.5, "top_k": 9}, {"temperature": 0.0, "repetition_penalty": 9.0},
+    {"temperature": 1e-6}, {"temperature": 1e-45, "top_p": 0.9}, {"temperature": 5e-324}, {"temperature": 1e300},
 ]  # fmt: skip
 
 
