@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from bench import fidelity_cells, fidelity_documents, limit_tables, own_sets
 from tests.tiny_model import write
 
-CONTEXTS = (1400, 2800)
+CONTEXTS = (1400,)
 
 
 @pytest.fixture(scope="module", autouse=True)
