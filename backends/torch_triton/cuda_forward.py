@@ -36,7 +36,8 @@ MLP_ROWS = 8192
 
 @dataclass
 class Slots:
-    """A token set as pool rows (see translate_slots): `slots` [B, k + T], committed entries `counts` [B], `indices` [B, k]."""
+    """A token set as pool rows (see translate_slots): `slots` [B, k + T], committed entries `counts` [B], `indices` [B, k]; with a
+    set for each kv head B * Hkv rows of each."""
 
     indices: torch.Tensor
     slots: torch.Tensor
@@ -47,7 +48,7 @@ class Slots:
 class Inputs:
     """What a forward reads, all on the device: tokens [B, T] int64; lengths (before the step), num_tokens [B] int32;
     page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense); layers
-    of `again` that are not among those choose their own."""
+    of `again` that are not among those choose their own. `set_lengths`: see Rechoice.choose, made at the first such layer."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -56,6 +57,7 @@ class Inputs:
     shared: Slots | None = None
     by_layer: Mapping[int, Slots | None] = field(default_factory=dict)
     again: Rechoice | None = None
+    set_lengths: torch.Tensor | None = None
 
     def slots_of(self, layer: int) -> Slots | None:
         """The set that `layer` reads."""
@@ -71,8 +73,10 @@ def make_slots(
     page_size: int,
     max_tokens: int,
 ) -> Slots:
-    """Slots of indices [B, k] int32 (counts[b] valid) followed by up to max_tokens in-flight rows from lengths[b] on."""
-    slots, slot_counts = translate_slots(indices, counts, lengths, num_tokens, page_table, page_size, max_tokens)
+    """Slots of indices [B, k] int32 (counts[b] valid), or of several sets a sequence, followed by up to max_tokens in-flight rows
+    from lengths[b] on."""
+    sets = len(indices) // len(lengths)
+    slots, slot_counts = translate_slots(indices, counts, lengths, num_tokens, page_table, page_size, max_tokens, sets=sets)
     return Slots(indices, slots, slot_counts)
 
 
@@ -107,6 +111,8 @@ class DeviceForward:
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Logits [B, T, V], [B, 1, V] or None, and for each layer of `heads` queries [B, T or 1, S, D]."""
         batch, rows = inputs.tokens.shape
+        # A graph records the same inputs that were warmed up: what one run made is not there in the next.
+        inputs.set_lengths = None
         if self.blocks is not None and batch * rows <= self.blocks.max_rows:
             return self._run_blocks(self.blocks, inputs, heads, last_row_only, logits)
         eps = self.config.rms_norm_eps
@@ -214,12 +220,7 @@ class DeviceForward:
         slots = None if window else inputs.slots_of(index)
         keys, values = self.pool.keys[index], self.pool.values[index]
         if inputs.again is not None and index in inputs.again.heads and index not in inputs.by_layer and not window:
-            own = self._choose(inputs.again, q, inputs, index)
-            if len(own) == 1:
-                return self._sparse(q, keys, values, inputs, own[0], settled=False)
-            # A kv head is a pool of its own: strided rows, one head.
-            pools = zip(q.chunk(len(own), 2), own, *(x.split(1, 2) for x in (keys, values)), strict=True)
-            return torch.cat([self._sparse(part, k, v, inputs, one, settled=False) for part, one, k, v in pools], 2)
+            return self._sparse(q, keys, values, inputs, self._choose(inputs.again, q, inputs, index), settled=False)
         if slots is None:
             return dense.dense_verify(
                 q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, window=window,
@@ -240,13 +241,16 @@ class DeviceForward:
             config=self._sparse_config(q, keys.shape[2]), settled=settled,
         )  # fmt: skip
 
-    def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> list[Slots]:
+    def _choose(self, again: Rechoice, q: torch.Tensor, inputs: Inputs, index: int) -> Slots:
         """The set that the rows in flight choose at this layer, or one for each kv head."""
         pool, table = self.pool, inputs.page_table
         codes = None if again.compact is None else pool.compact[again.compact][index]
-        made = again.choose(q, pool.keys[index], table, inputs.lengths, inputs.num_tokens, index, self.config, codes)
-        rest = (inputs.lengths, inputs.num_tokens, table, pool.page_size, q.shape[1])
-        return [make_slots(indices, counts, *rest) for indices, counts in made]
+        if inputs.set_lengths is None:
+            sets = self.config.num_kv_heads if again.by_kv_head else 1
+            inputs.set_lengths = inputs.lengths[:, None].expand(-1, sets).reshape(-1)
+        rest = (inputs.lengths, inputs.num_tokens)
+        indices, counts = again.choose(q, pool.keys[index], table, *rest, inputs.set_lengths, index, self.config, codes)
+        return make_slots(indices, counts, *rest, table, pool.page_size, q.shape[1])
 
     def _sparse_config(self, q: torch.Tensor, kv_heads: int) -> AttentionConfig:
         batch, rows, heads, dim = q.shape

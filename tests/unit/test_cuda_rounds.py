@@ -92,3 +92,43 @@ def test_plain_steps_equal_the_models_own_calls():
     cache.advance([40, 40])
     out = model.forward(torch.ones(2, 1, dtype=torch.long), [1, 1], cache, logits="last")
     assert state.pending.tolist() == out.logits.argmax(-1)[:, 0].tolist()
+
+
+@interpreted
+def test_a_round_of_own_sets_equals_the_models_forward(monkeypatch):
+    """Mode `own`: every kv head of every layer chooses by compact keys, which the bench has made for the whole pool."""
+    from types import SimpleNamespace
+
+    from bench import decode_own
+    from bench.decode_rounds import RoundOptions, Rounds, Side
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+    from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
+    from dustin.interfaces import Reselection, Tap, TokenSet
+
+    monkeypatch.setattr(decode_own, "RANK", 32)
+    batch, context, budget = 2, 70, 44
+    config = qwen2_config(128, 96, 2, 4, 2, 50, context_length=256)
+    model = CudaModel(config, random_weights(config, torch.float32, torch.device("cpu"), 1), "toy")
+    pool = model.new_cache(batch + 1, 128).pool
+    for store in (*pool.keys, *pool.values):
+        store.normal_(generator=torch.Generator().manual_seed(1))
+    again = decode_own.choice(SimpleNamespace(target=model, compact=None), budget)
+    cache = model.new_cache(batch, 128)
+    assert cache.pool is pool
+    target = Side(model, cache, Tap({1: (0, 1, 2, 3)}))
+    _, _, draft = make_side(2, 1, batch, 128)
+    options = RoundOptions(True, True, num_draft_tokens=3, budget=budget, again=again)
+    state = Rounds(target, draft, options, context, torch.tensor([[0, 3]], dtype=torch.int32))
+    drafts = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    got, _ = state.verify(drafts)
+    shared, _ = Rounds(target, draft, RoundOptions(True, True, 3, budget), context, state.accepted).verify(drafts)
+    assert not near(got, shared)
+
+    model.compact = again.compact
+    cache.advance([context] * batch)
+    everywhere = {layer: (0, 1, 2, 3) for layer in range(2)}
+    chosen = Reselection(everywhere, budget, 4, 32, rank=32, by_kv_head=True)
+    token_set = TokenSet(state.indices.clone(), state.counts.clone(), reselection=chosen)
+    tokens = torch.cat([state.pending[:, None], drafts], 1)
+    want = model.forward(tokens, [4] * batch, cache, token_set=token_set).logits
+    assert near(got, want)
