@@ -60,9 +60,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     """Registers, stack bytes (spills live there) and shared bytes of a cubin."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
-    text = subprocess.run(
-        [TOOLS / "cuobjdump", "--dump-resource-usage", path], capture_output=True, text=True, check=True
-    ).stdout
+    text = subprocess.run([TOOLS / "cuobjdump", "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
     found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text))
     return {name.lower(): int(value) for name, value in found.items()}
 
@@ -131,6 +129,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
                     q, pool, table, one, g, s, num_rows=one, keep_weights=k
                 ),
             )
+    yield from own_set_launches()
     quota = {"num_sink_tokens": 4, "num_recent_tokens": 32}
     for columns, budget in ((32762, 128), (32762, 512), (32762, 2048), (131072, 1024), (4096, 512)):
         scores = torch.zeros(16, columns)
@@ -147,6 +146,54 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     q = p[:, :5].contiguous()
     yield "accept_sampled", lambda: accept_sampled(ints(2, 5), ints(2), q, p, u, u[:, 0].contiguous())
     yield "accept_sampled one-hot", lambda: accept_sampled(ints(2, 5), ints(2), None, p, u, u[:, 0].contiguous())
+
+
+def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """What a layer launches whose kv heads choose sets of their own, by compact keys and whole ones."""
+    from dustin.triton_kernels.packed_rows import packed_rows
+    from dustin.triton_kernels.score_heads import group_heads, score_heads
+    from dustin.triton_kernels.sparse_verify import sparse_verify
+    from dustin.triton_kernels.translate_slots import translate_slots
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.int32)
+
+    for batch, rows, num_heads, num_kv_heads, rank in (
+        (32, 4, 28, 4, 64),
+        (1, 5, 28, 4, 64),
+        (12, 6, 12, 2, 64),
+        (1, 6, 12, 2, 32),
+    ):
+        pool = torch.zeros(4, 64, num_kv_heads, 128, dtype=torch.bfloat16)
+        q = torch.zeros(batch, rows, num_heads, 128, dtype=torch.bfloat16)
+        table, one, sets = ints(batch, 512), ints(batch), ints(batch * num_kv_heads)
+        codes = torch.zeros(256, num_kv_heads, rank // 2, dtype=torch.int8)
+        mean, base = torch.zeros(num_kv_heads, 128), torch.zeros(num_kv_heads, 128, rank)
+        name = f"B={batch} {rows}x{num_heads}/{num_kv_heads} rank {rank}"
+        yield (
+            f"packed_rows {name}",
+            lambda q=q, p=pool, c=codes, t=table, o=one, m=mean, b=base, r=rows: packed_rows(q, p, c, t, o, m, b, b, num_rows=r),
+        )
+        groups = group_heads(range(num_heads), num_heads, num_kv_heads, "cpu")
+        scores = torch.zeros(batch * num_kv_heads, 32762)
+        for half, keys in ((torch.float16, codes.unflatten(0, (4, 64))), (torch.bfloat16, pool)):
+            asked = torch.zeros(batch, rows, num_heads, rank if half == torch.float16 else 128, dtype=half)
+            yield (
+                f"score_heads by kv head {half} {name}",
+                lambda q=asked, k=keys, t=table, o=one, g=groups, s=scores: score_heads(
+                    q, k, t, o, g, s, num_rows=o, by_group=True
+                ),
+            )
+        chosen = ints(batch * num_kv_heads, 1024)
+        yield (
+            f"translate_slots by kv head {name}",
+            lambda c=chosen, n=sets, o=one, t=table, h=num_kv_heads, r=rows: translate_slots(c, n, o, o, t, 64, r, sets=h),
+        )
+        given = {"slots": ints(batch * num_kv_heads, 1024 + rows), "slot_counts": sets}
+        yield (
+            f"sparse_verify by kv head {name}",
+            lambda q=q, p=pool, t=table, o=one, c=chosen, n=sets, g=given: sparse_verify(q, p, p, t, o, o, c, n, **g),
+        )
 
 
 def decode_launches() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python -m tests.kernels.once
     compute-sanitizer --tool racecheck python -m tests.kernels.once short checks
 
-Words choose parts (checks, attention0 to attention3, scoring, selection; all without one), which may then run side by side;
-`short` cuts the contexts, for tools that take a thousand times as long. Prints a line a launch with its relative RMS against
+Words choose parts (checks, attention0 to attention3, scoring, selection, own_sets; all without one), which may then run side by
+side; `short` cuts the contexts, for tools that take a thousand times as long. Prints a line a launch with its relative RMS against
 float64; exit code 1 when one is off.
 """
 
@@ -21,6 +21,7 @@ from dustin.self_test import Result, judge
 from dustin.self_test_kernels import triton_checks
 from dustin.triton_kernels.attention_core import AttentionConfig
 from dustin.triton_kernels.dense_verify import dense_verify
+from dustin.triton_kernels.packed_rows import packed_rows
 from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_layers
 from dustin.triton_kernels.select_tokens import select_tokens
 from dustin.triton_kernels.sparse_verify import sparse_verify
@@ -93,6 +94,43 @@ def scoring_launches(dtype: torch.dtype, short: bool) -> Iterator[tuple[str, flo
         yield f"score_layers, kept {keep}, direct {direct}", relative_rms(scores[inside], want[inside])
 
 
+def own_set_launches(short: bool) -> Iterator[tuple[str, float]]:
+    """(launch, relative RMS) of sets of the kv heads' own: codes and projected queries, scores by kv head, attention over each."""
+    kv_heads, rank, lengths, fed = 2, 64, ([900, 17, 0] if short else [3000, 1025, 7]), [5, 2, 5]
+    case = paged_case("cuda", torch.bfloat16, lengths=lengths, num_tokens=fed, tokens=5, heads=(12, kv_heads, 128), page_size=64)
+    q = case.inputs[0]
+    mean, encode, decode = (torch.randn(*shape, device="cuda") for shape in ((kv_heads, 128), *[(kv_heads, 128, rank)] * 2))
+    codes = torch.randint(-128, 128, (*case.k_pool.shape[:2], kv_heads, rank // 2), dtype=torch.int8, device="cuda")
+    place = (case.page_table, case.lengths)
+    asked = packed_rows(q, case.k_pool, codes.flatten(0, 1), *place, mean, encode, decode, num_rows=5)
+    want = torch.einsum("bthgd,hdr->bthgr", q.unflatten(2, (kv_heads, -1)).float(), decode).flatten(2, 3)
+    yield "packed_rows", relative_rms(asked, want.to(asked.dtype))
+    groups = group_heads(range(12), 12, kv_heads, "cuda")
+    scores = torch.empty(3 * kv_heads, max(lengths) + 1, device="cuda")
+    rows = torch.tensor(fed, dtype=torch.int32, device="cuda")
+    numbers = torch.cat([(codes << 4) >> 4, codes >> 4], -1).double()
+    for keep in (True, False):
+        score_layers([asked], [codes], *place, [groups], scores, num_rows=rows, scale=0.001, keep_weights=keep, by_group=True)
+        error = 0.0
+        for b, length in enumerate(lengths):
+            keys = numbers[case.page_table[b].long()].flatten(0, 1)[:length]
+            for h in range(kv_heads if length else 0):
+                logits = torch.einsum("rgd,nd->rgn", asked[b, : fed[b], 6 * h : 6 * h + 6].double(), keys[:, h]) * 0.001
+                error = max(error, relative_rms(scores[b * kv_heads + h, :length], torch.softmax(logits, -1).mean((0, 1)).float()))
+        yield f"score_layers by kv head, packed, kept {keep}", error
+    chosen = torch.zeros(3 * kv_heads, 256, dtype=torch.int32)
+    counts = torch.tensor([min(n, 256 - 3 * h) for n in lengths for h in range(kv_heads)], dtype=torch.int32)
+    for row, count in enumerate(counts.tolist()):
+        chosen[row, :count] = torch.randperm(lengths[row // kv_heads])[:count].sort().values
+    chosen, counts = chosen.cuda(), counts.cuda()
+    for i, config in enumerate(SPARSE):
+        out, error = sparse_verify(*case.inputs, chosen, counts, config=config), 0.0
+        for h in range(kv_heads):
+            mine = attention(case, chosen[h::kv_heads], counts[h::kv_heads])[:, :, 6 * h : 6 * h + 6]
+            error = max(error, relative_rms(out[:, :, 6 * h : 6 * h + 6], mine))
+        yield f"sparse_verify by kv head, form {i}", error
+
+
 def selection_launches() -> Iterator[tuple[str, float]]:
     """(launch, 0 or 1: a wrong set) of selection in one, two and three levels."""
     quota = {"num_sink_tokens": 4, "num_recent_tokens": 32}
@@ -115,7 +153,11 @@ def parts(short: bool) -> dict[str, Callable[[], Iterator[tuple[str, float]]]]:
     found: dict[str, Callable[[], Iterator[tuple[str, float]]]] = {"checks": checked}
     for i, shape in enumerate(shapes):
         found[f"attention{i}"] = partial(attention_launches, torch.bfloat16, [shape])
-    return found | {"scoring": partial(scoring_launches, torch.bfloat16, short), "selection": selection_launches}
+    return (
+        found
+        | {"scoring": partial(scoring_launches, torch.bfloat16, short), "selection": selection_launches}
+        | {"own_sets": partial(own_set_launches, short)}
+    )
 
 
 def checked() -> Iterator[tuple[str, float]]:
