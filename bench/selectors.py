@@ -5,6 +5,7 @@ A short form of `bench fidelity`: the chat track of one context (documents and t
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bench.fidelity_documents import make
 from bench.fidelity_plan import compared_profiles
 from bench.fidelity_run import Bench
 from bench.tables import markdown
-from dustin.config import SELECTORS
+from dustin.config import ADDED_SELECTORS, SELECTORS
 
 SHOWN = ("agreement", "hard_flips", "kl", "perplexity_ratio", "recovery_mean", "recovery_p5", "share_of_dense_bytes")
 
@@ -29,6 +30,10 @@ SHOWN = ("agreement", "hard_flips", "kl", "perplexity_ratio", "recovery_mean", "
 @click.option("--tokens", default=97, show_default=True)
 @click.option("--budget", default=512, show_default=True)
 @click.option("--select", default=",".join(SELECTORS), show_default=True, help="Selectors, with commas between them.")
+@click.option(
+    "--plugin", type=click.Path(exists=True, dir_okay=False), multiple=True,
+    help="Run this Python file first: a selector that it adds (dustin.add_selector) may be named in --select.",
+)  # fmt: skip
 @click.option("--profile", default="auto", show_default=True, help="auto, none or a file.")
 @click.option("--gamma", default=5, show_default=True)
 @click.option("--seed", default=0, show_default=True)
@@ -45,11 +50,12 @@ def main(**opts: Any) -> None:
     torch.set_num_threads(opts["threads"])
     opts |= {"out": opts["out"] or str(rows.RESULTS / "selectors.jsonl"), "append": False, "seconds": 1e9, "debug": False}
     opts["calibrate"] = False
-    unknown = [name for name in opts["select"].split(",") if name not in SELECTORS]
-    if unknown:
-        raise click.UsageError(f"--select {unknown[0]!r}: expected some of {', '.join(SELECTORS)}")
+    for file in opts.pop("plugin"):
+        runpy.run_path(file)
+    names, known = opts["select"].split(","), (*SELECTORS, *ADDED_SELECTORS)
+    if unknown := [name for name in names if name not in known]:
+        raise click.UsageError(f"--select {unknown[0]!r}: expected some of {', '.join(known)}")
     session = load(opts["model"], opts["draft_model"] or None, device=opts["device"], dtype=opts["dtype"])
-    names = opts["select"].split(",")
     if session.draft is None and (left_out := {"dustin", "lookahead", "specattn"} & set(names)):
         click.echo(f"without a draft model there is no lookahead: {', '.join(sorted(left_out))} left out", err=True)
         names = [name for name in names if name not in left_out]

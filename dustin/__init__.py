@@ -66,9 +66,11 @@ if TYPE_CHECKING:
     from dustin.generation import Session, generate, load
     from dustin.interfaces import TokenLogprobs
     from dustin.responses import GenerationResponse, GenerationResult
+    from dustin.selection import add_selector
     from dustin.stats import Stats
 
 _EXPORTS = {
+    "add_selector": "dustin.selection",
     "load": "dustin.generation",
     "generate": "dustin.generation",
     "Session": "dustin.generation",
@@ -103,6 +105,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenizerMismatch",
     "UsageError",
+    "add_selector",
     "generate",
     "load",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -11,6 +12,8 @@ from dustin.errors import UsageError
 MODES = ("auto", "ar", "dense", "sparse", "rectified", "exact")
 DRAFTERS = ("auto", "draft", "self", "lookup", "none")
 SELECTORS = ("dustin", "history", "lookahead", "specattn", "streaming", "h2o", "snapkv", "quest", "oracle", "dense")
+# Those that a program added by dustin.add_selector: name -> what makes one.
+ADDED_SELECTORS: dict[str, Callable[..., Any]] = {}
 
 
 def require(name: str, value: object, ok: bool, expected: str) -> None:
@@ -134,7 +137,8 @@ class EngineOptions:
         check_types(self)
         require("mode", self.mode, self.mode in MODES, "one of " + ", ".join(MODES))
         require("drafter", self.drafter, self.drafter in DRAFTERS, "one of " + ", ".join(DRAFTERS))
-        require("selector", self.selector, self.selector in SELECTORS, "one of " + ", ".join(SELECTORS))
+        known = (*SELECTORS, *ADDED_SELECTORS)
+        require("selector", self.selector, self.selector in known, "one of " + ", ".join(known))
         require("num_draft_tokens", self.num_draft_tokens, 1 <= self.num_draft_tokens <= 15, "1 to 15 tokens")
         require("num_sink_tokens", self.num_sink_tokens, self.num_sink_tokens >= 0, "0 or more tokens")
         require("num_recent_tokens", self.num_recent_tokens, self.num_recent_tokens >= 1, "1 or more tokens")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from dustin.config import EngineOptions
+from dustin.config import ADDED_SELECTORS, SELECTORS, EngineOptions
 from dustin.errors import UsageError
 from dustin.interfaces import CompactModel, Model, ModelSpec, Selector, Tap
 from dustin.scoring import Scoring, default_tap, draft_tap, full_layers, heuristic, target_tap
@@ -12,7 +13,7 @@ from dustin.selectors import peers
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
 
-__all__ = ["create_selector", "default_tap", "draft_tap", "heuristic", "prepare", "target_tap"]
+__all__ = ["add_selector", "create_selector", "default_tap", "draft_tap", "heuristic", "prepare", "target_tap"]
 
 # Tokens of the language reference that compact keys are fitted to.
 FITTING_TOKENS = 2048
@@ -23,6 +24,19 @@ _SCORING_LAYERS = {
     "dense": peers.DenseSelector,
 }
 _EVERY_LAYER = {"quest": peers.QuestSelector, "snapkv": peers.SnapKVSelector, "oracle": peers.OracleSelector}
+
+
+def add_selector(name: str, make: Callable[[str, EngineOptions, Scoring], Selector]) -> None:
+    """Know another selector: `EngineOptions(selector=name)` then calls make(name, options, scoring) once for each batch; a class
+    below dustin.selectors.base.BaseSelector is such a `make`. A name added before is replaced. Raise UsageError on a name of ours.
+    """
+    if not isinstance(name, str) or not name.strip() or "," in name or name in SELECTORS:
+        raise UsageError(
+            f"the added selector's name is {name!r}, expected a string without commas, other than {', '.join(SELECTORS)}"
+        )
+    if not callable(make):
+        raise UsageError(f"selector {name!r} is made by {make!r}, expected a class or a function of name, options and scoring")
+    ADDED_SELECTORS[name] = make
 
 
 def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec: ModelSpec | None = None) -> Selector:
@@ -42,6 +56,8 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
         scoring = replace(scoring, reselection_rank=options.reselection_rank)
     if options.reselection_by_kv_head is not None:
         scoring = replace(scoring, reselection_by_kv_head=options.reselection_by_kv_head)
+    if name in ADDED_SELECTORS:
+        return ADDED_SELECTORS[name](name, options, scoring)
     if name in _EVERY_LAYER:
         if spec is None:
             raise UsageError(f"selector {name!r} looks at every layer: create_selector needs the target's spec")

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from bench import fidelity, fidelity_cells, fidelity_documents, fidelity_required, fidelity_tables, selectors
 from bench.fidelity_plan import ASKED, BUDGETS, PEERS, TRACKS
+from dustin import config, selection
 from dustin.generation import load
 from dustin.interfaces import Tap
 from dustin.reading import read_prompts
@@ -169,3 +170,30 @@ def test_all_selectors_stand_in_one_table(models: list[str], tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     lines = [line.split("|")[1].strip() for line in result.stdout.splitlines() if line.startswith("|")][2:]
     assert lines == list(selectors.SELECTORS)
+
+
+def test_a_selector_of_someones_own_stands_beside_the_others(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that always keeps the end of the text is what `streaming` is."""
+    monkeypatch.setattr(selectors, "ADDED_SELECTORS", added := {})
+    for module in (config, selection):
+        monkeypatch.setattr(module, "ADDED_SELECTORS", added)
+    (tmp_path / "mine.py").write_text(
+        "import dustin\n"
+        "from dustin.selectors.base import BaseSelector\n"
+        "class Newest(BaseSelector):\n"
+        "    def select(self, context):\n"
+        "        if self._fits(context): return None\n"
+        "        recent = self._options.budget - self._options.num_sink_tokens\n"
+        "        return self._choose(context.backend, None, None, context.lengths, recent=recent)\n"
+        "dustin.add_selector('newest', Newest)\n"
+    )
+    args = ["--model", models[0], "--draft-model", "", "--device", "cpu", "--dtype", "float32", "--context", "1600"]
+    args += ["--documents", "2", "--tokens", "13", "--budget", "256", "--profile", "none", "--select", "newest,streaming,history"]
+    result = CliRunner().invoke(selectors.main, [*args, "--out", str(tmp_path / "a.jsonl")])
+    assert result.exit_code == 2 and "--select 'newest': expected some of dustin, " in result.output
+    result = CliRunner().invoke(selectors.main, [*args, "--plugin", str(tmp_path / "mine.py"), "--out", str(tmp_path / "b.jsonl")])
+    assert result.exit_code == 0, result.output
+    mine, streaming, history = (line.split("|")[2:] for line in result.stdout.splitlines()[-3:])
+    assert mine == streaming != history

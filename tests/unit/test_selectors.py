@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dustin import config, selection
 from dustin.backends.numpy_reference.backend import NumpyBackend
 from dustin.backends.numpy_reference.cache import Cache
 from dustin.config import SELECTORS, EngineOptions
@@ -15,6 +16,7 @@ from dustin.interfaces import ForwardResult, ModelSpec, SelectionContext, Tap, T
 from dustin.scoring import Scoring
 from dustin.selection import create_selector
 from dustin.selectors.peers import OBSERVED_ROWS, QUEST_PAGE, OracleSelector
+from dustin.selectors.quota import QuotaSelector
 
 LAYERS, HEADS, DIM, LENGTH, BUDGET = 3, 2, 8, 400, 64
 SPEC = ModelSpec("planted", "test", LAYERS, HEADS, 1, DIM, 50, 4096, "float64", "planted", bytes_per_kv_token=2 * LAYERS * DIM * 8)
@@ -98,6 +100,26 @@ def pair() -> tuple[Planted, Planted]:
 def test_every_name_makes_a_selector_of_that_name() -> None:
     for name in SELECTORS:
         assert made(name).name == name
+
+
+def test_a_selector_of_someones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options know it by its name, and only after it was added."""
+    monkeypatch.setattr(config, "ADDED_SELECTORS", added := {})
+    monkeypatch.setattr(selection, "ADDED_SELECTORS", added)
+    with pytest.raises(UsageError, match="selector is 'mine', expected one of dustin, .*, dense$"):
+        options("mine")
+    selection.add_selector("mine", QuotaSelector)
+    assert isinstance(made("mine"), QuotaSelector) and made("mine").name == "mine"
+    with pytest.raises(UsageError, match="expected one of dustin, .*, dense, mine$"):
+        options("thine")
+
+
+@pytest.mark.parametrize("name", ["dustin", "", "a,b", None])
+def test_names_that_no_selector_may_have(name) -> None:
+    with pytest.raises(UsageError, match="the added selector's name is"):
+        selection.add_selector(name, QuotaSelector)
+    with pytest.raises(UsageError, match="expected a class or a function"):
+        selection.add_selector("mine", "QuotaSelector")
 
 
 @pytest.mark.parametrize(
