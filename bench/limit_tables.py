@@ -8,6 +8,8 @@ from typing import Any
 from bench import rows
 
 LIMITS, OWN = rows.RESULTS / "limits.jsonl", rows.RESULTS / "own_sets.jsonl"
+# Tracks of questions, all of them first.
+TRACKS = ("tasks", "needle", "tracking", "qa", "words")
 RULES = {
     "heuristic": "`dustin`: one predicted set",
     "oracle": "one set, by the window's own attention",
@@ -83,22 +85,26 @@ def own_sets() -> str:
         "agreement / hard flips % / KL / perplexity ratio / bytes %", made, columns,
         lambda row: f"{_shown(row)} / {100 * row['share_of_dense_bytes']:.1f}",
     )  # fmt: skip
+    return table + "\n\n" + _note(made)
+
+
+def _note(made: list[dict[str, Any]]) -> str:
+    """Models, card and commands of some rows."""
     first = made[0]
-    note = (
-        f"{first['model']} with {first['draft']} as draft, {first['dtype']}, {first['card']}, {first['num_draft_tokens']} drafts; "
-        f"`{first['command']}` at {first['commit']}."
-    )
-    return table + "\n\n" + note
+    ran = "; ".join(dict.fromkeys(f"`{row['command']}` at {row['commit']}" for row in made))
+    pair = f"{first['model']} with {first['draft']} as draft, {first['dtype']}, {first['card']}"
+    return f"{pair}, {first['num_draft_tokens']} drafts; {ran}."
 
 
 def own_sets_questions() -> str:
     """Questions answered by whole engines."""
     made = [row for row in rows.read(OWN) if "accuracy_of_dense" in row and row["mode"] == "sparse"]
-    columns = list(dict.fromkeys((row["track"], row["context"]) for row in made))
-    return _by_column(
-        "answers, % of dense (questions), tokens a round", made, columns,
-        lambda row: f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']}), {row['acceptance_length']:.2f}",
+    columns = sorted({(row["track"], row["context"]) for row in made}, key=lambda c: (TRACKS.index(c[0]), c[1]))
+    table = _by_column(
+        "answers, % of dense attention's (questions)", made, columns,
+        lambda row: f"{100 * row['accuracy_of_dense']:.0f} % ({row['questions']})",
     )  # fmt: skip
+    return table + "\n\n" + _note(made)
 
 
 def own_sets_acceptance() -> str:
@@ -112,4 +118,4 @@ def own_sets_acceptance() -> str:
         label = "dense speculation" if row["mode"] == "dense" else _label(row) + ("" if row["sparse_draft"] else ", dense draft")
         table.setdefault(label, {})[row["context"]] = f"{row['acceptance_length']:.2f}"
     lines = [[label, *(by.get(context, "") for context in contexts)] for label, by in table.items()]
-    return markdown(["tokens a round", *map(str, contexts)], lines)
+    return markdown(["tokens a round", *map(str, contexts)], lines) + "\n\n" + _note(made)

@@ -191,6 +191,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "selectors": fidelity_tables.selectors,
     "limits": limit_tables.limits,
     "own_sets": limit_tables.own_sets,
+    "own_sets_questions": limit_tables.own_sets_questions,
+    "own_sets_acceptance": limit_tables.own_sets_acceptance,
 }
 
 
