@@ -49,7 +49,7 @@ def head_argmax(
     rows, depth = x.shape
     if not 1 <= vocabulary <= weight.shape[0]:
         raise ValueError(f"vocabulary is {vocabulary}, expected 1 to {weight.shape[0]}")
-    config = config or LinearConfig(64, 128, num_stages=4, swap=True)
+    config = config or LinearConfig(64 if rows > 16 else 128, 64, num_stages=6, swap=True)
     chunks = triton.cdiv(vocabulary, config.block_n)
     values = torch.empty(rows * chunks, dtype=torch.float32, device=x.device)
     positions, nans = (torch.empty(rows * chunks, dtype=torch.int32, device=x.device) for _ in range(2))

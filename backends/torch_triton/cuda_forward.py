@@ -25,9 +25,9 @@ from dustin.triton_kernels.rope_append import rope_append
 from dustin.triton_kernels.stream_rows import capture_heads, last_norm
 from dustin.triton_kernels.translate_slots import translate_slots
 
-# Up to so many sequences the argmax is taken inside the head's product. Off: with the weights on the right it saved 2 to 5 us of
-# a step (0.5B, 1 to 32 rows, one H200); with them on the left, as it is now, it was not measured.
-FUSED_HEAD_ROWS = 0
+# For so many sequences the argmax is taken inside the head's product: 4 to 6 us of a draft step's 650 to 730 (0.5B, 8, 16 and 32
+# rows, one H200). At one row the library's product, and an argmax after it, are faster.
+FUSED_HEAD_ROWS = range(5, 33)
 # Scratch of calls with more rows a sequence, prompts of any length, is made for each: they are many shapes, and no graphs.
 KEPT_ROWS = 64
 # Rows of one MLP product: bounds its intermediate [rows, 2 I] when a batch prefills.
@@ -48,7 +48,8 @@ class Slots:
 class Inputs:
     """What a forward reads, all on the device: tokens [B, T] int64; lengths (before the step), num_tokens [B] int32;
     page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense); layers
-    of `again` that are not among those choose their own. `set_lengths`: see Rechoice.choose, made at the first such layer."""
+    of `again` that are not among those choose their own. `set_lengths`: see Rechoice.choose, made at the first such layer;
+    `chosen` is what the last one chose, which those after it read where `again` says so."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -58,6 +59,7 @@ class Inputs:
     by_layer: Mapping[int, Slots | None] = field(default_factory=dict)
     again: Rechoice | None = None
     set_lengths: torch.Tensor | None = None
+    chosen: Slots | None = None
 
     def slots_of(self, layer: int) -> Slots | None:
         """The set that `layer` reads."""
@@ -112,7 +114,7 @@ class DeviceForward:
         """Logits [B, T, V], [B, 1, V] or None, and for each layer of `heads` queries [B, T or 1, S, D]."""
         batch, rows = inputs.tokens.shape
         # A graph records the same inputs that were warmed up: what one run made is not there in the next.
-        inputs.set_lengths = None
+        inputs.set_lengths = inputs.chosen = None
         if self.blocks is not None and batch * rows <= self.blocks.max_rows:
             return self._run_blocks(self.blocks, inputs, heads, last_row_only, logits)
         eps = self.config.rms_norm_eps
@@ -181,7 +183,7 @@ class DeviceForward:
         """The argmax [B] int32 of each sequence's last row, as argmax_rows gives it for `run`'s logits, and its queries."""
         batch, rows = inputs.tokens.shape
         blocks = self.blocks
-        if blocks is None or batch * rows > blocks.max_rows or batch > FUSED_HEAD_ROWS:
+        if blocks is None or batch * rows > blocks.max_rows or batch not in FUSED_HEAD_ROWS:
             logits, queries = self.run(inputs, heads, True, "last")
             if logits is None:
                 raise RuntimeError("a step gave no logits")
@@ -220,7 +222,10 @@ class DeviceForward:
         slots = None if window else inputs.slots_of(index)
         keys, values = self.pool.keys[index], self.pool.values[index]
         if inputs.again is not None and index in inputs.again.heads and index not in inputs.by_layer and not window:
-            return self._sparse(q, keys, values, inputs, self._choose(inputs.again, q, inputs, index), settled=False)
+            inputs.chosen = self._choose(inputs.again, q, inputs, index)
+            return self._sparse(q, keys, values, inputs, inputs.chosen, settled=False)
+        if inputs.again is not None and inputs.again.reuse and slots is inputs.shared:
+            slots = inputs.chosen or slots
         if slots is None:
             return dense.dense_verify(
                 q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, window=window,
