@@ -1,40 +1,30 @@
 """Calibration of a pair: scoring heads, m and dense layers by KL at equal bytes on recorded traces (METHOD 3.1 and 3.2).
 
 No data set is needed: documents are the language reference and library sources that come with every CPython, needles are made
-of the tokenizer's own vocabulary, and what is continued are the target's own dense greedy answers. Attention recovery is reported
-beside KL and is not the objective: on a real pair the selection with the higher recovery had the higher KL.
+of the tokenizer's own vocabulary, and what is continued are the target's own dense greedy answers and, in one document of four,
+the text itself. A pair's profile is where its search begins, so that a new one is no worse on these documents. Attention
+recovery is reported beside KL and is not the objective: on a real pair the selection with the higher recovery had the higher KL.
 """
 
 from __future__ import annotations
 
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from dustin.calibration_texts import documents, reference_text
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
 from dustin.interfaces import Measures, Model, Tap
-from dustin.profile_file import Profile, identity
+from dustin.profile_file import Profile, identity, scoring_of
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
-from dustin.retrieval_heads import HEADS_A_LAYER, best_heads, chat_frame, find_retrieval_heads, needle_prompts
+from dustin.retrieval_heads import HEADS_A_LAYER, best_heads, find_retrieval_heads, needle_prompts
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
 
-TASKS = (
-    "Summarise the rules stated in the text above, in order, with the name of each construct.",
-    "Explain the text above to a beginner. Quote the sentences that matter most.",
-    "Write ten questions that the text above answers, each with its answer.",
-    "List every function, class and exception that the text above names, and say what each is for.",
-)
-MODULES = (
-    "difflib", "pickle", "optparse", "_pydecimal", "configparser", "statistics", "random", "threading", "shutil", "mailbox",
-    "pickletools", "turtle", "textwrap", "queue",
-)  # fmt: skip
 # A change is kept when it lowers the KL by this share: less is noise.
 WORTHWHILE = 0.02
 # Budgets at equal bytes go in these steps, so that a backend that keeps a graph a shape finds it again.
@@ -86,6 +76,8 @@ class Calibrator:
     deadline: float = 0.0
     # Whether rounds may score within a pool: not where the backend's engines never do.
     pools: bool = True
+    # What the pair has used so far, where that is a profile's.
+    known: Scoring | None = None
     trials: list[Trial] = field(default_factory=list)
     single: dict[str, dict[str, float]] = field(default_factory=dict)
     _seen: dict[Any, Trial] = field(default_factory=dict)
@@ -133,27 +125,38 @@ class Calibrator:
         self.deadline = time.perf_counter() + self.options.seconds
         start = self._start()
         self.say(f"heuristic: KL {start.kl:.4f} at budget {start.budget}, {start.scoring.describe()}")
-        best = self._pools(start)
+        best = start if self.known is None else self.best(start, [self.known], "the profile so far", 0.0)
+        best = self._pools(best)
         best = self._layers(best, "target")
         if self.draft is not None:
-            best = self._layers(best, "draft")
-            shares = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
-            best = self.best(best, [replace(best.scoring, lookahead_share=m) for m in shares], "share of lookahead", 0.005)
+            best = self._shares(self._layers(best, "draft"))
         best = self._heads(best, "target", target_heads)
         if self.draft is not None:
             best = self._heads(best, "draft", draft_heads)
-        rows = [replace(best.scoring, history_rows=n) for n in (2, 3, self.options.num_draft_tokens + 1)]
-        best = self.best(best, rows, "history rows")
-        best = self.best(best, [replace(best.scoring, history_decay=d) for d in (0.3, 0.5, 0.7, 0.85)], "history decay")
-        if self.draft is not None:
-            best = self.best(best, [replace(best.scoring, lookahead_decay=d) for d in (0.3, 0.6, 0.85)], "lookahead decay", 0.005)
-        best = self.best(best, [replace(best.scoring, smoothing=width) for width in (3, 5, 7)], "smoothing")
+        best = self._memory(best)
         best = self._pools(best)
         best = self._more_layers(best, "target")
         if self.draft is not None:
             best = self._more_layers(best, "draft")
         best = self._dense_layers(best)
-        return start, best
+        # What costs no bytes, once more for the heads that were found.
+        best = self._shares(best) if self.draft is not None else best
+        return start, self._memory(best)
+
+    def _shares(self, best: Trial) -> Trial:
+        """m."""
+        shares = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
+        return self.best(best, [replace(best.scoring, lookahead_share=m) for m in shares], "share of lookahead", 0.005)
+
+    def _memory(self, best: Trial) -> Trial:
+        """Rows and rounds before, and neighbours."""
+        rows = [replace(best.scoring, history_rows=n) for n in (1, 2, 3, self.options.num_draft_tokens + 1)]
+        best = self.best(best, rows, "history rows")
+        best = self.best(best, [replace(best.scoring, history_decay=d) for d in (0.0, 0.3, 0.5, 0.7, 0.85)], "history decay")
+        if self.draft is not None:
+            decays = (0.0, 0.3, 0.6, 0.85)
+            best = self.best(best, [replace(best.scoring, lookahead_decay=d) for d in decays], "lookahead decay", 0.005)
+        return self.best(best, [replace(best.scoring, smoothing=width) for width in (1, 3, 5, 7)], "smoothing")
 
     def _start(self) -> Trial:
         """The heuristic, scoring within a pool where it would not fit the bytes otherwise."""
@@ -240,34 +243,6 @@ def _with(scoring: Scoring, side: str, tap: Tap) -> Scoring:
     return replace(scoring, target=tap) if side == "target" else replace(scoring, draft=tap)
 
 
-def documents(tokenizer: Tokenizer, count: int, context: int, tasks: Sequence[str] = TASKS) -> list[list[int]]:
-    """`count` chat prompts of `context` tokens, two thirds prose and a third code; passages overlap where a text is too short."""
-    kinds = [2 if i % 3 == 2 else 1 for i in range(count)]
-    texts = {1: reference_text(tokenizer)} | ({2: library_text(tokenizer)} if 2 in kinds else {})
-    made = []
-    for i, kind in enumerate(kinds):
-        opening, closing = chat_frame(tokenizer, tasks[i % len(tasks)])
-        ids, room = texts[kind], context - len(opening) - len(closing)
-        rank, of = kinds[:i].count(kind), kinds.count(kind)
-        start = rank * max(1, len(ids) - room) // of
-        made.append([*opening, *ids[start : start + room], *closing])
-    return made
-
-
-def reference_text(tokenizer: Tokenizer) -> list[int]:
-    """Tokens of the language reference."""
-    from pydoc_data.topics import topics
-
-    return tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False)
-
-
-def library_text(tokenizer: Tokenizer) -> list[int]:
-    """Tokens of library modules, where their sources are installed; of the reference where they are not."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    found = [path.read_text(encoding="utf-8") for name in MODULES if (path := folder / f"{name}.py").is_file()]
-    return tokenizer.encode("\n\n".join(found), add_special_tokens=False) if found else reference_text(tokenizer)
-
-
 def calibrate(
     backend: Measures,
     target: Model,
@@ -284,8 +259,9 @@ def calibrate(
     longest = min([target.spec.context_length, *([draft.spec.context_length] if draft else [])])
     if options.context + options.tokens + 8 > longest:
         raise UsageError(f"context is {options.context} tokens and {options.tokens} more, expected at most {longest} in all")
-    pools = not getattr(backend, "scores_all", False)
     prepared = getattr(backend, "plain_selection", None)
+    # Engines of a backend that can do without plain selection score all tokens every round.
+    pools = prepared is None
     if prepared is not None:
         backend.plain_selection = True  # type: ignore[attr-defined]
     try:
@@ -312,7 +288,9 @@ def _calibrate(
     rankings, answered = _retrieval(backend, target, draft, tokenizer, options, say)
     replay = record(backend, target, draft, tokenizer, options, say)
     ready = time.perf_counter()
-    calibrator = Calibrator(replay, target, draft, options, say, pools=pools)
+    known = scoring_of(EngineOptions(), target.spec, draft.spec if draft else None)
+    known = known if pools else replace(known, refresh=1)
+    calibrator = Calibrator(replay, target, draft, options, say, pools=pools, known=None if known.source == "heuristic" else known)
     start, best = calibrator.search(rankings[0], rankings[1] if draft else {})
     replay.close()
     spent = time.perf_counter() - began
@@ -346,13 +324,16 @@ def record(
 ) -> Replay:
     """Dense traces of the target's own greedy answers over the calibration documents."""
     began = time.perf_counter()
-    rows = documents(tokenizer, options.documents, options.context)
+    made = documents(tokenizer, options.documents, options.context, options.tokens)
+    rows = [document.prompt for document in made]
     capacity = max(len(row) for row in rows) + options.tokens + 8
     reading = Reading(target, target.new_cache(len(rows), capacity))
     prompts = read_prompts(backend, target, reading.cache, rows, reading.tap, options.prefill_chunk)
     texts, valid = continue_greedily(
         backend, target, reading.cache, prompts.logits, options.tokens, frozenset(tokenizer.eos_ids)
     )
+    texts = [answer if document.following is None else document.following for document, answer in zip(made, texts, strict=True)]
+    valid = [n if document.following is None else len(text) for document, n, text in zip(made, valid, texts, strict=True)]
     other = None
     if draft is not None:
         other = Reading(draft, draft.new_cache(len(rows), capacity))

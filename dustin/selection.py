@@ -56,6 +56,8 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
         scoring = replace(scoring, reselection_rank=options.reselection_rank)
     if options.reselection_by_kv_head is not None:
         scoring = replace(scoring, reselection_by_kv_head=options.reselection_by_kv_head)
+    if options.reselection_reuse is not None:
+        scoring = replace(scoring, reselection_reuse=options.reselection_reuse)
     if name in ADDED_SELECTORS:
         return ADDED_SELECTORS[name](name, options, scoring)
     if name in _EVERY_LAYER:
@@ -77,7 +79,7 @@ def prepare(selector: Selector, target: Model, tokenizer: Tokenizer | None) -> N
         raise UsageError(f"reselection_rank is {rank}, expected at most the {most} numbers of a key of {target.spec.name}")
     if tokenizer is None:
         raise UsageError(f"reselection_rank is {rank}, and a session without tokenizer has no text to fit compact keys to: use 0")
-    from dustin.calibration import reference_text  # Calibration is heavy, and few sessions need its text.
+    from dustin.calibration_texts import reference_text  # Few sessions need its text.
 
     text = reference_text(tokenizer)[: min(FITTING_TOKENS, target.spec.context_length)]
     target.fit_compact_keys(text, rank)

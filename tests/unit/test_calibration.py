@@ -14,6 +14,7 @@ from dustin import profile_file
 from dustin.backends.numpy_reference.backend import NumpyBackend
 from dustin.backends.numpy_reference.cache import Cache
 from dustin.calibration import CalibrationOptions, Calibrator, calibrate
+from dustin.calibration_texts import documents, reference_text
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
 from dustin.generation import Session
@@ -168,6 +169,38 @@ def test_the_search_finds_the_good_layers_at_equal_bytes() -> None:
         spent += KV_BYTES * (trial.budget * (LAYERS - dense) + 4096 * dense) // LAYERS
         assert spent <= search.allowed
     assert any("dense layer 1" in line for line in lines)
+
+
+def test_the_search_begins_with_the_profile_so_far() -> None:
+    """The first sweep finds one of two good layers at a time; a profile that has both is where it starts, and stays no worse."""
+    known = Scoring(all_heads(SPEC, [1, 3]), all_heads(SPEC, [2]), 0.8, history_rows=3, source="profile before")
+    options = CalibrationOptions(context=4096, allowance=2048)
+    lines: list[str] = []
+    search = Calibrator(FakeReplay(), Shape(SPEC), Shape(SPEC), options, lines.append, known=known)  # type: ignore[arg-type]
+    ranking = {layer: [(0.1, head) for head in range(HEADS)] for layer in range(LAYERS)}
+    _, best = search.search(ranking, ranking)
+    assert search.trials[1].scoring == known and best.kl <= search.trials[1].kl < search.trials[0].kl
+    assert "the profile so far" in lines[1]
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_pools_are_tried_only_where_engines_have_them(pools: bool) -> None:
+    options = CalibrationOptions(context=4096, allowance=2048)
+    search = Calibrator(FakeReplay(), Shape(SPEC), Shape(SPEC), options, lambda line: None, pools=pools)  # type: ignore[arg-type]
+    search.search({layer: [(0.1, 0)] for layer in range(LAYERS)}, {layer: [(0.1, 0)] for layer in range(LAYERS)})
+    assert any(trial.scoring.refresh > 1 for trial in search.trials) == pools
+
+
+def test_some_documents_go_on_as_their_text_does() -> None:
+    made = documents(Words(), 8, 300, 20)  # type: ignore[arg-type]
+    assert [document.following is not None for document in made] == [i % 4 == 3 for i in range(8)]
+    whole = reference_text(Words())  # type: ignore[arg-type]
+    for document in made:
+        assert len(document.prompt) <= 300
+        if document.following is not None:
+            tail = [*document.prompt[-40:], *document.following]
+            assert len(document.following) == 20
+            assert any(whole[at : at + 60] == tail for at in range(len(whole) - 59))
 
 
 def test_budgets_at_equal_bytes_by_hand() -> None:
