@@ -64,6 +64,9 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "reselection_by_kv_head": (
         ("--reselection-by-kv-head",), "Whether each kv head chooses its own set. Default: the profile's.", {"type": bool},
     ),
+    "reselection_reuse": (
+        ("--reselection-reuse",), "Whether layers in between read the set chosen last. Default: the profile's.", {"type": bool},
+    ),
     "top_mass": (("--top-mass",), "Read no more than holds this share of the scores.", {"type": float}),
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
     "rectify_interval": (("--rectify-interval",), "Mode rectified: tokens between dense passes.", {}),
@@ -76,7 +79,7 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     ),
     "route_confidence": (("--route-confidence",), "LOSSY: keep drafts this likely, to the draft, unchecked; 0 is off.", {}),
     "sparse_draft": (("--sparse-draft/--no-sparse-draft",), "Whether a draft model reads its own selected tokens only.", {}),
-    "prefill_chunk": (("--prefill-chunk",), "Prompt tokens read at a time. Default: 512, on an NVIDIA GPU up to 2048.", {}),
+    "prefill_chunk": (("--prefill-chunk",), "Prompt tokens read at a time. Default: 512, on an NVIDIA GPU up to 4096.", {}),
     "max_kv_size": (("--max-kv-size",), "Refuse what needs more KV rows than this. Default: the model's context.", {}),
 }
 SAMPLING: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
@@ -239,6 +242,6 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 _NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}
 _SPARSE = (
     "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers",
-    "reselection_layers", "reselection_rank", "reselection_by_kv_head", "top_mass",
+    "reselection_layers", "reselection_rank", "reselection_by_kv_head", "reselection_reuse", "top_mass",
 )  # fmt: skip
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")

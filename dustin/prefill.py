@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dustin.interfaces import Array, Backend, ForwardResult, KVCache, Model, Tap
 
 # Tokens of a prompt read at a time where nobody says how many: these, and up to the second where the backend takes more rows well.
-_CHUNK, _LONG_CHUNK = 512, 2048
+_CHUNK, _LONG_CHUNK = 512, 4096
+# The same of what is read between two rounds while others stream.
+_BETWEEN, _LONG_BETWEEN = 256, 1024
 
 
 def chunk_of(asked: int | None, backend: Backend, rows: int) -> int:
@@ -18,6 +20,11 @@ def chunk_of(asked: int | None, backend: Backend, rows: int) -> int:
 def shared_chunk(asked: int | None, backend: Backend, rows: int) -> int:
     """Tokens of `rows` prompts together to read in a call."""
     return asked or max(_CHUNK, min(_LONG_CHUNK * rows, getattr(backend, "prompt_rows", 0)))
+
+
+def chunk_between(asked: int | None, backend: Backend) -> int:
+    """Tokens of all prompts together to read between two rounds."""
+    return asked or (_LONG_BETWEEN if getattr(backend, "prompt_rows", 0) else _BETWEEN)
 
 
 def padded_tokens(backend: Backend, parts: Sequence[Sequence[int]]) -> Array:

@@ -34,7 +34,9 @@ SERVER: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     ),
     "slots": (("--slots",), "Requests that run at once; each has KV rows for a whole context (--max-kv-size).", {}),
     "max_queue": (("--max-queue",), "Requests that may wait; more get 429.", {}),
-    "prefill_tokens": (("--prefill-tokens",), "Prompt tokens read between two rounds while others stream.", {}),
+    "prefill_tokens": (
+        ("--prefill-tokens",), "Prompt tokens read between two rounds of the others. Default: 256, on an NVIDIA GPU 1024.", {},
+    ),
     "share_prefixes": (
         ("--share-prefixes/--no-share-prefixes",),
         "Whether what prompts have in common is read once; clients can tell by usage and time.",

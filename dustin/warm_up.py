@@ -64,10 +64,10 @@ def warm_up(
         run = _WarmUp(engine, session.target.spec.vocab_size, 0.0 if greedy else 1.0, going)
         run.read_prompts(sorted({*doubles(max(chunks, default=_SMALL_CHUNK)), *chunks}) if greedy else [])
         length = 2 * options.budget + _SHORT
-        for plan in plans:
-            # Short contexts have no set.
-            run.rounds(plan, _SHORT)
-            run.rounds(plan, length)
+        # Short contexts have no set, but once there is one it stays.
+        for reached in (_SHORT, length):
+            for plan in plans:
+                run.rounds(plan, reached)
         while greedy and 2 * length <= min(context // 2, _LONGEST):
             length *= 2
             # Compiled, not recorded: graphs of scores are kept for few contexts, and those are for the real ones.

@@ -15,7 +15,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 allow_cpu = INTERPRETED
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 
 
 def _repair_interpreter() -> None:

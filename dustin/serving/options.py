@@ -12,8 +12,8 @@ class ServerOptions:
     """Limits and addresses. Times are in seconds; 0 seconds of `request_timeout` is no limit.
 
     `slots` requests run at once, `max_queue` more wait. `prefill_tokens` prompt tokens are read between two rounds while
-    others stream. With `share_prefixes` what prompts have in common is read once for all of them. `max_tokens` is for chat
-    requests that name no limit (None: what the context leaves). `warmup` compiles and records the shapes of rounds before the first
+    others stream (None: what suits the backend). With `share_prefixes` what prompts have in common is read once for all of them.
+    `max_tokens` is for chat requests that name no limit (None: what the context leaves). `warmup` compiles and records the shapes of rounds before the first
     request (None: where the backend does either, a GPU). After `stall_timeout` without a finished step the server
     reports itself unhealthy.
     """
@@ -23,7 +23,7 @@ class ServerOptions:
     api_key: str | None = None
     slots: int = 8
     max_queue: int = 64
-    prefill_tokens: int = 256
+    prefill_tokens: int | None = None
     share_prefixes: bool = True
     warmup: bool | None = None
     max_tokens: int | None = None
@@ -40,7 +40,7 @@ class ServerOptions:
         require("api_key", "", self.api_key is None or bool(self.api_key.strip()), "a key that is not empty")
         require("slots", self.slots, 1 <= self.slots <= 256, "1 to 256 requests")
         require("max_queue", self.max_queue, 0 <= self.max_queue <= 100_000, "0 to 100000 requests")
-        require("prefill_tokens", self.prefill_tokens, self.prefill_tokens >= 1, "1 or more tokens")
+        require("prefill_tokens", self.prefill_tokens, self.prefill_tokens is None or self.prefill_tokens >= 1, "1 or more tokens")
         require("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more tokens")
         require("max_body_bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more bytes")
         for name in ("request_timeout", "drain_timeout"):

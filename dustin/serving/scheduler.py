@@ -16,7 +16,7 @@ from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.errors import DustinError
 from dustin.generation import Session
 from dustin.interfaces import TokenLogprobs
-from dustin.prefill import shared_chunk
+from dustin.prefill import chunk_between, shared_chunk
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.serving.failures import RequestFailure, engine_failed, queue_full, stopping, timed_out, unavailable
 from dustin.serving.options import ServerOptions
@@ -213,7 +213,8 @@ class Scheduler:
         options, slots = self._resolved(session), self.options.slots
         why = "" if useful else ", though this backend neither compiles nor records shapes"
         self.say(f"warming up {slots} slots in mode {options.mode}{why} (--no-warmup leaves it out) ...")
-        chunks = (self.options.prefill_tokens, shared_chunk(options.prefill_chunk, session.backend, 1))
+        backend = session.backend
+        chunks = (chunk_between(self.options.prefill_tokens, backend), shared_chunk(options.prefill_chunk, backend, 1))
         room = slot_context(session, options)
         try:
             seconds = warm_up(session, options, slots, room, chunks, lambda: self.state not in ("draining", "stopping"))
@@ -294,7 +295,7 @@ class Scheduler:
             most = shared_chunk(self.engine_options.prefill_chunk, engine.backend, len(engine.reading))
             self._hand_out(engine.read_chunk(most))
         else:
-            self._hand_out(engine.read_chunk(self.options.prefill_tokens))
+            self._hand_out(engine.read_chunk(chunk_between(self.options.prefill_tokens, engine.backend)))
             if engine.active:
                 self._hand_out(engine.step())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dustin.prefill import chunk_of, shared_chunk
+from dustin.prefill import chunk_between, chunk_of, shared_chunk
 
 PLAIN: Any = object()
 WIDE: Any = SimpleNamespace(prompt_rows=8192)
@@ -18,7 +18,7 @@ WIDE: Any = SimpleNamespace(prompt_rows=8192)
     [
         (PLAIN, 1, 512, 512),
         (PLAIN, 16, 512, 512),
-        (WIDE, 1, 2048, 2048),
+        (WIDE, 1, 4096, 4096),
         (WIDE, 4, 2048, 8192),
         (WIDE, 8, 1024, 8192),
         (WIDE, 16, 512, 8192),
@@ -28,8 +28,9 @@ WIDE: Any = SimpleNamespace(prompt_rows=8192)
 def test_what_nobody_asked_for(backend: Any, rows: int, each: int, together: int) -> None:
     assert chunk_of(None, backend, rows) == each
     assert shared_chunk(None, backend, rows) == together
+    assert chunk_between(None, backend) == (1024 if backend is WIDE else 256)
 
 
 @pytest.mark.parametrize("backend", [PLAIN, WIDE])
 def test_what_was_asked_for(backend: Any) -> None:
-    assert chunk_of(100, backend, 16) == shared_chunk(100, backend, 16) == 100
+    assert chunk_of(100, backend, 16) == shared_chunk(100, backend, 16) == chunk_between(100, backend) == 100
