@@ -11,11 +11,11 @@ from dustin.config import check_types, require
 class ServerOptions:
     """Limits and addresses. Times are in seconds; 0 seconds of `request_timeout` is no limit.
 
-    `slots` requests run at once, `max_queue` more wait. `prefill_tokens` prompt tokens are read between two rounds while
-    others stream (None: what suits the backend). With `share_prefixes` what prompts have in common is read once for all of them.
-    `max_tokens` is for chat requests that name no limit (None: what the context leaves). `warmup` compiles and records the shapes of rounds before the first
-    request (None: where the backend does either, a GPU). After `stall_timeout` without a finished step the server
-    reports itself unhealthy.
+    `slots` requests run at once, `max_queue` more wait. `prefill_tokens` prompt tokens are read between two rounds while others
+    stream (None: what suits the backend). With `share_prefixes` what prompts have in common is read once for all of them.
+    `max_tokens` is for chat requests that name no limit (None: what the context leaves). `warmup` compiles and records the shapes
+    of rounds before the first request (None: where the backend does either, a GPU). After `stall_timeout` without a finished step
+    the server reports itself unhealthy.
     """
 
     host: str = "127.0.0.1"
