@@ -3,74 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
+from dustin.ahead import Ahead
 from dustin.config import EngineOptions
-from dustin.interfaces import Array, Backend, Drafts, GreedyChain, KVCache, Model, RoundState, Tap
+from dustin.draft_steps import Confidence, next_token
+from dustin.interfaces import (
+    Array,
+    Backend,
+    Drafts,
+    GreedyAhead,
+    GreedyChain,
+    HostVerdict,
+    KVCache,
+    Model,
+    RoundState,
+    Tap,
+    TokenSet,
+    Verdict,
+)  # fmt: skip
 from dustin.prefill import chunk_of, padded_tokens, prefill
 from dustin.stats import Stats
 
 Progress = Callable[[int, int], None]
-
-
-def next_token(backend: Backend, logits: Array, state: RoundState, step: int, drafted: list[Array]) -> tuple[Array, Array | None]:
-    """The draft token of one step [B, 1] and its distribution (None = greedy), under the target's own warps."""
-    warp = state.warp
-    if warp.greedy and not warp.penalised:
-        return backend.argmax(logits), None
-    inflight = backend.concat_tokens(drafted) if drafted else None
-    probabilities = backend.probabilities(logits, warp, state.context, inflight)
-    return backend.sample(probabilities, [row[step] for row in state.uniforms]), probabilities
-
-
-class Confidence:
-    """How sure the draft is of its run, step by step, where an option asks for it.
-
-    A row's run ends before the draft that brings the product of top probabilities below `min_draft_confidence`. That looks at
-    distributions only, never at the tokens drawn from them, so what is drafted is judged by the law it was drawn from and
-    sampling stays exact. It needs values on the host; on a device that would wait, the row's acceptance of late decides alone.
-    """
-
-    def __init__(self, backend: Backend, options: EngineOptions, state: RoundState) -> None:
-        self.num_drafts = state.num_drafts
-        self._backend = backend
-        self._least, self._kept = options.min_draft_confidence, options.route_confidence > 0
-        self._may_stop = state.may_stop
-        warp = state.warp
-        self._context, self._soft = state.context, None
-        if not warp.greedy or warp.penalised:
-            # The one-hot law of a greedy row is sure of everything: its confidence is that of the softmax, as in a greedy batch.
-            fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-            cold: dict[str, Any] = {
-                name: tuple(neutral if t == 0 else own for t, own in zip(warp.temperature, getattr(warp, name), strict=True))
-                for name, neutral in fields.items()
-            }
-            self._soft = replace(warp, **cold) if 0 in warp.temperature else None
-        self._parts: list[Array] = []
-        self._product = [1.0] * len(state.active)
-
-    def stops(self, logits: Array, distribution: Array | None, step: int, drafted: list[Array]) -> bool:
-        """Account for the draft of `step`, which follows `drafted`; True when no row wants it, nor any after it."""
-        if not self._least and not self._kept:
-            return False
-        if self._soft is not None:
-            inflight = self._backend.concat_tokens(drafted) if drafted else None
-            distribution = self._backend.probabilities(logits, self._soft, self._context, inflight)
-        sureness = self._backend.confidence(logits, distribution)
-        seen = self._backend.peek(sureness) if self._least else None
-        if seen is not None:
-            self._product = [before * now for before, now in zip(self._product, seen, strict=True)]
-            pairs = zip(self.num_drafts, self._product, strict=True)
-            self.num_drafts = tuple(min(most, step) if product < self._least else most for most, product in pairs)
-            if self._may_stop and max(self.num_drafts) <= step:
-                return True
-        self._parts.append(sureness)
-        return False
-
-    def joined(self) -> Array | None:
-        """[B, G] confidence of each draft, for routing."""
-        return self._backend.concat_tokens(self._parts) if self._kept and self._parts else None
 
 
 class NoDrafter:
@@ -95,6 +50,18 @@ class NoDrafter:
         """No drafts."""
         return Drafts(None, (0,) * len(state.active))
 
+    def foresee(
+        self, verdict: Verdict, known: Sequence[int], active: Sequence[bool], draft_set: TokenSet | None, set_lengths: Sequence[int]
+    ) -> None:
+        """Nothing to begin."""
+
+    def settle(self, verdict: HostVerdict) -> None:
+        """Nothing was begun."""
+
+    def drop(self) -> bool:
+        """Forget what `foresee` began; whether the device is still at it for nothing."""
+        return False
+
     def commit(self, lengths: Sequence[int]) -> None:
         """Nothing to forget."""
 
@@ -117,6 +84,11 @@ class ModelDrafter(NoDrafter):
         self._options = options
         self.stats = stats
         self.dense_rows: list[int] = []
+        # No step's confidence may be wanted before the next one.
+        simple = not (options.min_draft_confidence or options.route_confidence)
+        self._chain = model if simple and isinstance(model, GreedyChain) else None
+        self._foresees = model if simple and isinstance(model, GreedyAhead) else None
+        self.ahead: Ahead | None = None
 
     def resume(self, cache: KVCache) -> None:
         """Before `start`: this cache holds leading rows of the prompts, read densely, which are not read again."""
@@ -136,6 +108,7 @@ class ModelDrafter(NoDrafter):
 
     def admit(self, row: int, keep: int, source: int) -> None:
         """Keep what is dense of the first `keep` rows of `source`."""
+        self.ahead = None
         if self.cache is None:
             raise RuntimeError("admit was called before start")
         kept = min(keep, self.dense_rows[source])
@@ -164,14 +137,16 @@ class ModelDrafter(NoDrafter):
             raise RuntimeError("propose was called before start")
         backend = self._backend
         unseen = [list(row[seen:]) if on else [] for row, seen, on in zip(state.tokens, cache.lengths, state.active, strict=True)]
+        begun = self._propose_begun(state, cache, [len(row) for row in unseen])
+        if begun is not None:
+            return begun
         fed, counts = backend.tokens(unseen), [len(row) for row in unseen]
         drafted: list[Array] = []
         distributions: list[Array] = []
         queries = []
-        if not (self._options.min_draft_confidence or self._options.route_confidence):
-            at_once = self._propose_at_once(state, cache, fed, counts)
-            if at_once is not None:
-                return at_once
+        at_once = self._propose_at_once(state, cache, fed, counts)
+        if at_once is not None:
+            return at_once
         doubt = Confidence(backend, self._options, state)
         for step in range(state.max_drafts):
             token_set = None
@@ -203,24 +178,68 @@ class ModelDrafter(NoDrafter):
 
     def _propose_at_once(self, state: RoundState, cache: KVCache, fed: Array, counts: list[int]) -> Drafts | None:
         """All greedy steps in one call of a model that can; None where it cannot, or draws."""
-        if not isinstance(self._draft, GreedyChain) or not state.warp.greedy or state.warp.penalised:
+        if self._chain is None or not state.warp.greedy or state.warp.penalised:
             return None
-        token_set = state.draft_set if self._options.sparse_draft else None
-        before, steps = cache.lengths, state.max_drafts
-        longest = max(n + count for n, count in zip(before, counts, strict=True) if count)
-        if longest + state.planned - 1 <= cache.capacity:
-            # Fewer steps would be another shape, to be recorded first; verification takes no more than it is told to.
-            steps = max(steps, state.planned)
-        made = self._draft.draft_greedy(
+        token_set, before, steps = self._set_read(state.draft_set), cache.lengths, self._steps(state, cache, counts)
+        made = self._chain.draft_greedy(
             fed, counts, cache, steps, token_set=token_set, set_lengths=state.set_lengths, tap=self._last_row_tap
         )
-        if made is None:
+        return None if made is None else self._drafts_of(made, state, before, counts, token_set is not None)
+
+    def _propose_begun(self, state: RoundState, cache: KVCache, counts: list[int]) -> Drafts | None:
+        """What `foresee` began, where it serves this round."""
+        ahead, self.ahead = self.ahead, None
+        token_set, before = self._set_read(state.draft_set), cache.lengths
+        if ahead is None or not state.warp.greedy or state.warp.penalised:
             return None
-        for step in range(steps):
+        if not ahead.serves(state.tokens, state.active, before, token_set, state.set_lengths):
+            return None
+        made = ahead.begun.finish(counts, self._steps(state, cache, counts))
+        return None if made is None else self._drafts_of(made, state, before, counts, token_set is not None)
+
+    def foresee(
+        self, verdict: Verdict, known: Sequence[int], active: Sequence[bool], draft_set: TokenSet | None, set_lengths: Sequence[int]
+    ) -> None:
+        """Begin the next round's steps from what the device knows of the verdict."""
+        self.ahead = None
+        if self._foresees is None or self.cache is None:
+            return
+        token_set, steps = self._set_read(draft_set), verdict.tokens.shape[1] - 1
+        begun = self._foresees.draft_ahead(
+            verdict, known, active, self.cache, token_set=token_set, set_lengths=set_lengths, tap=self._last_row_tap
+        )
+        if begun is not None:
+            self.ahead = Ahead(begun, tuple(known), tuple(active), steps, token_set, tuple(set_lengths))
+
+    def settle(self, verdict: HostVerdict) -> None:
+        """Now the host knows it too."""
+        if self.ahead is not None:
+            self.ahead.verdict = verdict
+
+    def drop(self) -> bool:
+        """A round without drafts comes: it waits for steps that nobody wants."""
+        begun, self.ahead = self.ahead is not None, None
+        return begun
+
+    def _set_read(self, draft_set: TokenSet | None) -> TokenSet | None:
+        return draft_set if self._options.sparse_draft else None
+
+    @staticmethod
+    def _steps(state: RoundState, cache: KVCache, counts: list[int]) -> int:
+        """Steps to take at once. Fewer than usual would be another shape, to be recorded first; verification takes no more than
+        it is told to."""
+        longest = max(n + count for n, count in zip(cache.lengths, counts, strict=True) if count)
+        return max(state.max_drafts, state.planned if longest + state.planned - 1 <= cache.capacity else 0)
+
+    def _drafts_of(
+        self, made: tuple[Array, Any], state: RoundState, before: Sequence[int], counts: list[int], sparse: bool
+    ) -> Drafts:
+        """Drafts of steps that were taken at once, counted."""
+        for step in range(made[0].shape[1]):
             at = [n + (count + step - 1 if step and count else 0) for n, count in zip(before, counts, strict=True)]
-            self._count_read(at, state, token_set is not None)
-        if token_set is None:
-            known = zip(self.dense_rows, before, cache.lengths, strict=True)
+            self._count_read(at, state, sparse)
+        if not sparse and self.cache is not None:
+            known = zip(self.dense_rows, before, self.cache.lengths, strict=True)
             self.dense_rows = [now if dense == then else dense for dense, then, now in known]
         return Drafts(made[0], state.num_drafts, None, made[1])
 

@@ -144,6 +144,7 @@ class Engine:
         mode = self.chosen.mode
         self.stats.mode_rounds[mode] += 1
         self.looks = []
+        late = mode == "ar" and self.drafter.drop()
         read = self.stats.kv_bytes_read, self.stats.draft_kv_bytes_read
         try:
             events = exact_block(self) if mode == "exact" else self._round(mode)
@@ -157,7 +158,8 @@ class Engine:
         self.stats.decode_seconds += elapsed
         if self.planner is not None:
             recording = max(0.0, self._recording() - recorded)
-            self.planner.record(self.looks, elapsed - recording, recording)
+            # A round that had to wait for steps begun for another mode tells nothing of its own price.
+            self.planner.record([] if late else self.looks, elapsed - recording, recording)
             if not self.active or self.stats.rounds % 16 == 0:
                 self.stats.plan = self.planner.as_dict()
         return events
@@ -175,7 +177,9 @@ class Engine:
         out = self.verify(drafts, taking, token_set if sparse else None)
         verdict = self.judge(drafts, out)
         self.memory.learn_verified(out.queries, verdict.num_accepted, taking)
+        self.foresee(drafts, verdict, taking)
         host = self.read(verdict, out)
+        self.drafter.settle(host)
         self.look("dense" if planned else "plain", planned, host, taking, began)
         return self.commit(drafts, host, taking, dense=not sparse)
 
@@ -226,7 +230,7 @@ class Engine:
             target_cache=self.target_cache,
             draft_set=self._set_of_draft(taking),
             # A row that takes no part must not widen the draft's set.
-            set_lengths=tuple(n if b in taking else self.target_cache.capacity for b, n in enumerate(self.memory.set_lengths)),
+            set_lengths=self._set_lengths(taking),
             select=lambda: self.select(Drafts(None, limits), taking),
             may_stop=not sparse,
             planned=most,
@@ -236,6 +240,19 @@ class Engine:
     def _set_of_draft(self, taking: set[int]) -> TokenSet | None:
         """What a draft model's own attention reads this round: the last set; None for everything."""
         return self.memory.set
+
+    def _set_lengths(self, taking: set[int]) -> tuple[int, ...]:
+        return tuple(n if b in taking else self.target_cache.capacity for b, n in enumerate(self.memory.set_lengths))
+
+    def foresee(self, drafts: Drafts, verdict: Verdict, taking: set[int]) -> None:
+        """Let the drafter begin the next round before the host reads this one's verdict, where its rows will want one."""
+        going = [row.row in taking and row.remaining > 1 for row in self.rows]
+        # Log-probabilities are read with the verdict, after whatever the device has been told to do.
+        wanted = any(row.request.top_logprobs is not None for row in self.rows)
+        if drafts.tokens is None or wanted or not any(going) or not self.warp.greedy or self.warp.penalised:
+            return
+        known = [len(row.tokens) for row in self.rows]
+        self.drafter.foresee(verdict, known, going, self._set_of_draft(taking), self._set_lengths(taking))
 
     def select(self, drafts: Drafts, taking: set[int]) -> TokenSet | None:
         """The set of this round; None where reading everything costs no more."""

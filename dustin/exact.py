@@ -75,7 +75,9 @@ def _propose(engine: Engine, proposing: set[int], judged_by: list[list[tuple[Arr
     out = engine.verify(drafts, proposing, engine.select(drafts, proposing))
     verdict = engine.judge(drafts, out)
     engine.memory.learn_verified(out.queries, verdict.num_accepted, proposing)
+    engine.foresee(drafts, verdict, proposing)
     host = engine.backend.read(verdict)
+    engine.drafter.settle(host)
     engine.look("sparse", engine.chosen.num_draft_tokens, host, proposing, began)
     going, most = set(), _most_provisional(engine)
     for row in engine.rows:

@@ -169,7 +169,7 @@ class AutoPlanner:
                 continue
             # What never ran has its capture or compilation to pay: over as long as the session has lasted it must earn that.
             # The first plan of all pays it whatever it is.
-            if self._tried(best) or self.costs.untouched or gain * self.prices.elapsed >= self.costs.warm_up:
+            if self._tried(best) or self.costs.untouched or gain * self.prices.elapsed >= self.costs.warm_up(best.mode):
                 self._in_use = best.budget or self._in_use
                 return best
         return self._plan
@@ -197,7 +197,7 @@ class AutoPlanner:
             tried = [plan for plan in plans if self._tried(plan)]
             plan = max(tried or plans, key=doubted.__getitem__)
             doubtful = doubted[plan] > _MARGIN * current
-            costs = self._seconds(plan) + (0.0 if tried else self.costs.warm_up)
+            costs = self._seconds(plan) + (0.0 if tried else self.costs.warm_up(plan.mode))
             wait = costs / (_DOUBT_SHARE if doubtful else _LOOK_SHARE)
             due = self._seen_at.get(family, 0.0) + wait
             if self._now > due and (doubtful or self._could_win(family, budgets, speeds)):

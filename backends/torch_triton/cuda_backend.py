@@ -6,6 +6,7 @@ Nothing here waits for the device except `read`; what is not overridden runs as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_model import MAX_GRAPH_ROWS, CudaModel
 from dustin.backends.torch_triton.cuda_replay import Inputs, Replays
 from dustin.backends.torch_triton.ops import host_values, on_device
-from dustin.interfaces import Tap, TokenSet, Verdict
+from dustin.interfaces import HostVerdict, Tap, TokenSet, Verdict
 from dustin.triton_kernels import accept
 from dustin.triton_kernels.argmax_rows import argmax_rows
 from dustin.triton_kernels.runtime import power_of_two
@@ -41,6 +42,14 @@ def padded_rows(rows: int, heads: int) -> int:
     """Rows that are scored instead of `rows` with so many heads of a kv head each: one of few numbers, or as they are."""
     wide = rows if rows <= 1 else max(LEAST_ROWS, power_of_two(rows))
     return wide if wide * heads <= SCORE_ROWS else rows
+
+
+@dataclass
+class SentVerdict(Verdict):
+    """A verdict that is being copied to `host` [B, G + 3] (kept, finite, tokens): it is there once `sent` has passed."""
+
+    host: torch.Tensor
+    sent: torch.cuda.Event
 
 
 class CudaBackend(TorchBackend):
@@ -208,7 +217,22 @@ class CudaBackend(TorchBackend):
         best, finite = argmax_rows(logits.flatten(0, 1))
         shape = (batch, width + 1)
         kept, tokens, row_finite = accept.accept_greedy(drafts, self._ints(num_drafts), best.view(shape), finite.view(shape))
-        return Verdict(kept, tokens, None, row_finite)
+        if self._device.type != "cuda":
+            return Verdict(kept, tokens, None, row_finite)
+        # On its way before the device is told to do more: the host will wait for this alone.
+        packed = torch.cat([kept[:, None], row_finite.to(torch.int32)[:, None], tokens], 1)
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        sent = torch.cuda.Event()
+        sent.record(torch.cuda.current_stream(self._device))
+        return SentVerdict(kept, tokens, None, row_finite, host, sent)
+
+    def read(self, verdict: Verdict, logits: torch.Tensor | None = None, top_logprobs: int | None = None) -> HostVerdict:
+        """See Backend.read. A greedy verdict is already on its way: what the device was told since is not waited for."""
+        if not isinstance(verdict, SentVerdict) or top_logprobs is not None:
+            return super().read(verdict, logits, top_logprobs)
+        verdict.sent.synchronize()
+        return HostVerdict(*sampling.unpacked(verdict.host.tolist()))
 
     @torch.inference_mode()
     def accept_sampled(

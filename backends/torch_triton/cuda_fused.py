@@ -94,3 +94,57 @@ def extend_set(
         k, width, BLOCK=power_of_two(max(k, width)), num_warps=4,
     )  # fmt: skip
     return out, out_counts
+
+
+@triton.jit
+def end_step_kernel(token, fed, at, held, step, following, drafts, batch, room, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program: the token of each sequence joins its drafts and is fed next; lengths and the step go on."""
+    begin_dependent(PDL)
+    b = tl.arange(0, BLOCK)
+    inside = b < batch
+    now = tl.load(step)
+    value, count = tl.load(token + b, mask=inside, other=0), tl.load(fed + b, mask=inside, other=0)
+    tl.store(drafts + b * room + now, value, mask=inside)
+    tl.store(following + b, value, mask=inside)
+    tl.store(at + b, tl.load(at + b, mask=inside, other=0) + count, mask=inside)
+    tl.store(held + b, tl.load(held + b, mask=inside, other=0) + count, mask=inside)
+    tl.store(step, now + 1)
+
+
+def end_step(
+    token: torch.Tensor, fed: torch.Tensor, at: torch.Tensor, held: torch.Tensor, step: torch.Tensor, following: torch.Tensor,
+    drafts: torch.Tensor,
+) -> None:  # fmt: skip
+    """After a draft step that fed fed[b] rows: its token [B] goes to drafts [B, room] at column step [1] and to `following`
+    [B, 1]; lengths `at` [B] and sizes `held` [B] grow by `fed`, the step by one. All int32 but the step (int64)."""
+    batch = token.shape[0]
+    end_step_kernel[(1,)](
+        token, fed, at, held, step, following, drafts, batch, drafts.shape[1], BLOCK=power_of_two(batch), **_options(4)
+    )
+
+
+@triton.jit
+def feed_verdict_kernel(accepted, verdict, control, tokens, batch, width, steps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program: what a draft has not seen after a verdict, and how many rows it holds then."""
+    begin_dependent(PDL)
+    b = tl.arange(0, BLOCK)
+    inside = b < batch
+    kept = tl.load(accepted + b, mask=inside, other=0)
+    known, on = tl.load(control + b, mask=inside, other=0), tl.load(control + batch + b, mask=inside, other=0)
+    # The last draft was never fed: where all were kept it comes before the target's own token.
+    both = (kept >= steps).to(tl.int32)
+    tl.store(control + b, known + tl.minimum(kept, steps - 1), mask=inside)
+    tl.store(control + batch + b, tl.where(on > 0, 1 + both, 0), mask=inside)
+    own = verdict + b * width + kept
+    tl.store(tokens + 2 * b, tl.load(own - both, mask=inside, other=0).to(tokens.dtype.element_ty), mask=inside)
+    tl.store(tokens + 2 * b + 1, tl.load(own, mask=inside, other=0).to(tokens.dtype.element_ty), mask=inside)
+
+
+def feed_verdict(accepted: torch.Tensor, verdict: torch.Tensor, control: torch.Tensor, tokens: torch.Tensor, steps: int) -> None:
+    """For the draft steps after a verdict on `steps` drafts: accepted [B] of them were kept, verdict [B, steps + 1] has these and
+    the target's own token. control [3, B] comes with the tokens that each sequence had with its pending one, and 1 where it takes
+    part: it leaves with the rows that the draft holds of it and the tokens to feed, which go to tokens [B, 2]."""
+    batch, width = verdict.shape
+    feed_verdict_kernel[(1,)](
+        accepted, verdict, control, tokens, batch, width, steps, BLOCK=power_of_two(batch), **_options(4)
+    )

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dustin.backends.torch_triton.cuda_recent import tensor_bytes
+
 # Graphs made while ranks are joined: collectives may be in them.
 _shared: weakref.WeakSet[Captured] = weakref.WeakSet()
 
@@ -55,6 +57,11 @@ class Captured:
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode):
             self.outputs = function()
         self.seconds = time.perf_counter() - began
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the outputs, which live as long as the graph."""
+        return tensor_bytes(self.outputs)
 
     @property
     def pool(self) -> Any:

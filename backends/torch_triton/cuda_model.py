@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +15,16 @@ from dustin.backends.torch_triton import compact_keys, rope
 from dustin.backends.torch_triton.cache import check_forward
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
-from dustin.backends.torch_triton.cuda_draft import DraftChain
+from dustin.backends.torch_triton.cuda_draft import BegunSteps, DraftChain
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
+from dustin.backends.torch_triton.cuda_recent import Recent
 from dustin.backends.torch_triton.model import Peers
 from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
-from dustin.interfaces import ForwardResult, Tap, TokenSet
+from dustin.interfaces import ForwardResult, Tap, TokenSet, Verdict
 
 # Calls with more rows a sequence (prefill chunks) run eager: launches do not limit them, and their shapes vary.
 MAX_GRAPH_ROWS = 64
@@ -171,7 +172,7 @@ class CudaModel:
             tokens = F.pad(tokens, (0, 1))
         engine = self._engine(cache.pool)
         if engine.chain is None:
-            engine.chain = DraftChain(engine.forward)
+            engine.chain = DraftChain(engine.forward, Recent(self.device))
         what = f"{self.spec.name}, {steps} draft steps of {len(counts)} rows"
         with named_shortage(what, "lower --max-kv-size, or send fewer prompts at once"):
             drafts, queries, memory = engine.chain.run(
@@ -180,6 +181,27 @@ class CudaModel:
         engine.memory = engine.memory or memory
         cache.advance([n + steps - 1 if n else 0 for n in counts])
         return drafts, queries
+
+    @torch.inference_mode()
+    def draft_ahead(
+        self,
+        verdict: Verdict,
+        known: Sequence[int],
+        active: Sequence[bool],
+        cache: PagedCache,
+        *,
+        token_set: TokenSet | None = None,
+        set_lengths: Sequence[int] = (),
+        tap: Tap | None = None,
+    ) -> BegunSteps | None:
+        """See GreedyAhead.draft_ahead. None where that was never recorded, or a sequence has no room for it."""
+        chain, steps = self._engine(cache.pool).chain, verdict.tokens.shape[1] - 1
+        # The rows that a draft holds of a sequence, and those that it would feed, end within this.
+        fits = all(n + 2 * steps <= cache.capacity for n, on in zip(known, active, strict=True) if on)
+        if chain is None or not steps or not fits or not any(active):
+            return None
+        _, heads = check_forward(self.config.num_layers, verdict.tokens, [0] * len(known), cache, tap, "last")
+        return chain.ahead(verdict, known, active, cache, token_set, set_lengths, heads, self.use_graphs)
 
     def _nothing(self, batch: int, rows: int, heads: Mapping[int, tuple[int, ...]], tap: Tap | None, logits: str) -> ForwardResult:
         """The result where no row takes part."""
@@ -195,7 +217,7 @@ class CudaModel:
                 return engine
         forward = DeviceForward(self.config, self.weights, pool, self._cos, self._sin, self.peers)
         forward.head, forward.vocab_size = self._head, self.spec.vocab_size
-        self._engines.append(_Engine(pool, forward))
+        self._engines.append(_Engine(pool, forward, Recent(self.device)))
         return self._engines[-1]
 
 
@@ -245,7 +267,7 @@ class _Engine:
 
     pool: PagePool
     forward: DeviceForward
-    graphs: dict[tuple[Any, ...], tuple[_Static, Captured]] = field(default_factory=dict)
+    graphs: Recent[tuple[_Static, Captured]]
     capture_seconds: float = 0.0
     memory: Any = None
     chain: DraftChain | None = None
@@ -287,14 +309,16 @@ class _Call:
             static = self._static(tokens.shape, dict(widths))
             self._fill(static, tokens, lengths, counts)
             return self._launch(static.inputs, static.sets)
-        if key not in self._engine.graphs:
+        found = self._engine.graphs.get(key)
+        if found is None:
             static = self._static(tokens.shape, dict(widths))
             self._fill(static, tokens, lengths, counts)
             captured = Captured(lambda: self._launch(static.inputs, static.sets), tokens.device, self._engine.memory, graph)
             self._engine.memory = self._engine.memory or captured.pool
             self._engine.capture_seconds += captured.seconds
-            self._engine.graphs[key] = static, captured
-        static, captured = self._engine.graphs[key]
+            found = static, captured
+            self._engine.graphs.put(key, found, captured.bytes)
+        static, captured = found
         self._fill(static, tokens, lengths, counts)
         # What was captured keeps this call, for its launches: cache and sets must not live as long as that.
         del self._cache, self._sets

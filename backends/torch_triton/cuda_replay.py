@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled
+from dustin.backends.torch_triton.cuda_recent import Recent
 
 Inputs = Mapping[str, torch.Tensor]
 Work = Callable[[Inputs], tuple[torch.Tensor, ...]]
 # A call is captured when it comes this often: studies that make each once pay no capture.
 CAPTURE_AT = 3
-# Graphs kept for one owner; calls beyond are launched as they are.
-MOST = 24
+# Graphs kept for one owner. A further one takes the place of what was not used for IDLE calls, or is launched as it is: to record
+# it each time it comes would cost more than it saves. So many other calls are remembered at most.
+MOST, IDLE, MOST_SEEN = 24, 256, 1024
 
 
 class Replays:
@@ -32,7 +34,7 @@ class Replays:
         self._device = device
         self._memory: Any = None
         # By the owner of what a graph reads in place: it goes when its owner does.
-        self._graphs: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[dict[str, torch.Tensor], Captured]]]
+        self._graphs: weakref.WeakKeyDictionary[Any, Recent[tuple[dict[str, torch.Tensor], Captured]]]
         self._graphs = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, Counter[Hashable]] = weakref.WeakKeyDictionary()
 
@@ -50,19 +52,25 @@ class Replays:
         if not self.possible:
             return work(self._moved(inputs))
         key = (key, tuple((name, x.shape, x.dtype) for name, x in inputs.items()))
-        known = self._graphs.setdefault(owner, {})
-        if key not in known:
-            seen = self._seen.setdefault(owner, Counter())
+        if owner not in self._graphs:
+            self._graphs[owner], self._seen[owner] = Recent(self._device, MOST), Counter()
+        known, seen = self._graphs[owner], self._seen[owner]
+        found = known.get(key)
+        if found is None:
+            if len(seen) >= MOST_SEEN:
+                seen.clear()
             seen[key] += 1
-            if seen[key] < CAPTURE_AT or len(known) >= MOST:
+            if seen[key] < CAPTURE_AT or not known.room(IDLE):
                 return work(self._moved(inputs))
+            del seen[key]
             static = {name: torch.empty(x.shape, dtype=x.dtype, device=self._device) for name, x in inputs.items()}
             self._copy(static, inputs)
             captured = Captured(lambda: work(static), self._device, self._memory)
             self._memory = self._memory or captured.pool
             self.seconds += captured.seconds
-            known[key] = static, captured
-        static, captured = known[key]
+            found = static, captured
+            known.put(key, found, captured.bytes)
+        static, captured = found
         self._copy(static, inputs)
         # Graphs share memory: the next one may write over what this one returned.
         return tuple(x.clone() for x in captured())

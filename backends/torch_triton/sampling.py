@@ -197,15 +197,21 @@ def read(verdict: Verdict, logits: torch.Tensor | None, top_logprobs: int | None
             raise ValueError("logits is None, expected [B, T, V]: top_logprobs was asked for")
         parts += [part.flatten(1) for part in _logprobs(logits[:, :width], verdict.tokens.long(), top_logprobs)]
     host = torch.cat([part.double() for part in parts], 1).tolist()
-    kept = tuple(int(row[0]) for row in host)
-    tokens = tuple(tuple(int(t) for t in row[2 : 3 + n]) for row, n in zip(host, kept, strict=True))
+    kept, tokens, finite = unpacked(host)
     logprobs = None
     if top_logprobs is not None:
         logprobs = tuple(
             tuple(_token_logprobs(row[2 + width :], i, token, width, top_logprobs) for i, token in enumerate(emitted))
             for row, emitted in zip(host, tokens, strict=True)
         )
-    return HostVerdict(kept, tokens, tuple(bool(row[1]) for row in host), logprobs)
+    return HostVerdict(kept, tokens, finite, logprobs)
+
+
+def unpacked(host: list[list[float]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[bool, ...]]:
+    """Drafts kept, tokens emitted, whether logits were finite, of rows that begin with the first, the last and the tokens."""
+    kept = tuple(int(row[0]) for row in host)
+    tokens = tuple(tuple(int(t) for t in row[2 : 3 + n]) for row, n in zip(host, kept, strict=True))
+    return kept, tokens, tuple(bool(row[1]) for row in host)
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

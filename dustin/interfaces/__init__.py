@@ -9,8 +9,10 @@ out is `Backend.read`, called once a round. A zero in `num_tokens` means: this r
 from dustin.interfaces.backend import Backend, HostVerdict, Measures, RowComparison, TokenLogprobs, Verdict, WarpBatch
 from dustin.interfaces.models import (
     Array,
+    BegunDrafts,
     CompactModel,
     ForwardResult,
+    GreedyAhead,
     GreedyChain,
     KVCache,
     Model,
@@ -27,10 +29,12 @@ __all__ = [
     "AcceptanceRule",
     "Array",
     "Backend",
+    "BegunDrafts",
     "CompactModel",
     "Drafter",
     "Drafts",
     "ForwardResult",
+    "GreedyAhead",
     "GreedyChain",
     "HostVerdict",
     "KVCache",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from dustin.interfaces.backend import Verdict
 
 Array = Any
 
@@ -207,6 +210,38 @@ class GreedyChain(Protocol):
         num_tokens[b] + steps - 1. Before each step the set, chosen at `set_lengths`, is extended to the cache's length
         (see Backend.extend). Returns tokens [B, steps] and the tap's queries [B, steps, S, D], or None, nothing done,
         where this call cannot be served so.
+        """
+        ...
+
+
+class BegunDrafts(Protocol):
+    """Draft steps that a device was told to take before the host knew what they follow."""
+
+    def finish(self, num_tokens: Sequence[int], steps: int) -> tuple[Array, Mapping[int, Array]] | None:
+        """What `draft_greedy` would give for these counts and `steps`; the cache grows as there. None, nothing done, where other
+        steps were taken since."""
+        ...
+
+
+@runtime_checkable
+class GreedyAhead(GreedyChain, Protocol):
+    """A GreedyChain that can begin a round's steps before the host has read the verdict that they follow. Optional."""
+
+    def draft_ahead(
+        self,
+        verdict: Verdict,
+        known: Sequence[int],
+        active: Sequence[bool],
+        cache: KVCache,
+        *,
+        token_set: TokenSet | None = None,
+        set_lengths: Sequence[int] = (),
+        tap: Tap | None = None,
+    ) -> BegunDrafts | None:
+        """Begin as many steps as `verdict` judged, on the device's own knowledge of what it kept. None where that cannot be.
+
+        Row b (where active[b]) had known[b] tokens, the pending one with them, and its draft steps after that were made by
+        `draft_greedy` and judged whole. The cache's lengths stay as they are: what is written lies beyond those of any outcome.
         """
         ...
 

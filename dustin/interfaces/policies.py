@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dustin.interfaces.backend import Backend, Verdict, WarpBatch
+from dustin.interfaces.backend import Backend, HostVerdict, Verdict, WarpBatch
 from dustin.interfaces.models import Array, KVCache, Model, Tap, TokenSet
 
 
@@ -145,6 +145,21 @@ class Drafter(Protocol):
 
     def propose(self, state: RoundState) -> Drafts:
         """Up to `max_drafts` tokens for each active row. Device work only; the target's cache is left as it was."""
+        ...
+
+    def foresee(
+        self, verdict: Verdict, known: Sequence[int], active: Sequence[bool], draft_set: TokenSet | None, set_lengths: Sequence[int]
+    ) -> None:
+        """Before the host reads `verdict` on this round's drafts: begin the next ones where that can be done. known[b] counts the
+        working tokens of row b before it; set and lengths as in RoundState."""
+        ...
+
+    def settle(self, verdict: HostVerdict) -> None:
+        """What the host has read of the verdict that `foresee` was given."""
+        ...
+
+    def drop(self) -> bool:
+        """Forget what `foresee` began; True where something was, which the device goes on with for nothing."""
         ...
 
     def commit(self, lengths: Sequence[int]) -> None:

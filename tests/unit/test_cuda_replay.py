@@ -22,6 +22,7 @@ class Stand:
     made = 0
     seconds = 0.5
     pool = None
+    bytes = 8
 
     def __init__(self, function: Any, device: torch.device, memory: Any) -> None:
         Stand.made += 1
@@ -78,9 +79,24 @@ def test_graphs_go_with_their_owner_and_are_bounded(replays: cuda_replay.Replays
         for i in range(4):
             assert call(replays, owner, float(i), key=key)[0].tolist() == [i, i + 1, i + 2]
     assert Stand.made == 2 and len(replays._graphs) == 1
+    # Where the oldest graph was idle for long, the new call takes its place.
+    monkeypatch.setattr(cuda_replay, "IDLE", 5)
+    for i in range(8):
+        assert call(replays, owner, float(i), key="b")[0].tolist() == [i, i + 1, i + 2]
+    for i in range(4):
+        assert call(replays, owner, float(i), key="c")[0].tolist() == [i, i + 1, i + 2]
+    assert Stand.made == 3 and [key[0] for key in replays._graphs[owner]] == ["b", "c"]
     del owner
     gc.collect()
     assert len(replays._graphs) == 0
+
+
+def test_calls_that_never_come_again_are_not_remembered(replays: cuda_replay.Replays, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_replay, "MOST_SEEN", 10)
+    owner = Owner()
+    for i in range(100):
+        call(replays, owner, 1.0, width=i + 1)
+    assert len(replays._seen[owner]) <= 10 and Stand.made == 0
 
 
 def test_nothing_is_captured_where_graphs_are_off(replays: cuda_replay.Replays) -> None:

@@ -109,6 +109,21 @@ def test_any_plans_in_slots_give_plain_greedy_tokens(drafter: str, seed: int) ->
     assert len(engine.stats.mode_rounds) > 1
 
 
+def test_a_plain_round_that_waits_for_steps_begun_for_another_is_not_timed() -> None:
+    engine = make_engine(OPTIONS, "draft")
+    engine.planner = planner = RandomPlanner("draft", 0)
+    dropped: list[bool] = []
+
+    def drop() -> bool:
+        dropped.append(len(dropped) % 2 == 0)
+        return dropped[-1]
+
+    engine.drafter.drop = drop
+    run(engine, PROMPTS, RequestOptions(max_tokens=60))
+    plain = [looks for plan, looks in planner.told if plan.mode == "ar"]
+    assert [not looks for looks in plain[: len(dropped)]] == dropped and len(dropped) == len(plain) > 1
+
+
 def test_rounds_are_timed_without_what_was_recorded_in_them() -> None:
     engine = make_engine(OPTIONS, "draft")
     engine.planner = planner = RandomPlanner(engine.drafter.name, 1)

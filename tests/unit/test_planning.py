@@ -316,6 +316,11 @@ def test_recording_is_a_price_of_trying_a_size_and_of_nothing_else() -> None:
         planner.record([Look("dense", 3, [2], 0.1)], 0.1, recording)
     clock = planner.costs.clocks["dense"]
     assert clock.measured(3) == pytest.approx(0.1)
-    assert planner.costs.warm_up == pytest.approx(2.0)
+    assert planner.costs.warm_up("dense") == planner.costs.warm_up("exact") == pytest.approx(2.0)
+    # The first size of a kind pays for what all of them share: another is taken to cost what the cheapest did.
+    planner._plan = Plan("dense", 5)
+    for recording in (0.5, 0.0):
+        planner.record([Look("dense", 5, [2], 0.1)], 0.1, recording)
+    assert planner.costs.warm_up("dense") == pytest.approx(0.5) and planner.costs.warm_up("exact") == pytest.approx(2.0)
     # What a session may spend on trying a size is earned by rounds, not by recording.
-    assert planner.prices.elapsed == pytest.approx(0.2)
+    assert planner.prices.elapsed == pytest.approx(0.3)
