@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import click
 
 from dustin.cli_options import CONTEXT, debug_option, loading_options
 from dustin.errors import UsageError
+from dustin.files import check_output
 from dustin.help_pages import Sectioned
+from dustin.models import cache_dir
 from dustin.terminal import note
 
 _COUNT = click.IntRange(1)
@@ -36,6 +39,11 @@ def calibrate(**values: Any) -> None:
     from dustin import calibration, profile_file
     from dustin.generation import load
 
+    # The default's name comes of the models, its folder does not.
+    target = (values["out"] or cache_dir() / "profiles" / "new.json").expanduser()
+    with suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    check_output(target)
     session = load(
         values["model"], values["draft_model"], backend=values["backend"], device=values["device"], dtype=values["dtype"]
     )
@@ -54,7 +62,7 @@ def calibrate(**values: Any) -> None:
     profile = calibration.calibrate(
         session.backend, session.target, session.draft, session.tokenizer, options, note  # type: ignore[arg-type]
     )
-    path = values["out"] or profile_file.default_path(profile)
+    path = target if values["out"] else profile_file.default_path(profile)
     profile_file.write(profile, path)
     chosen, heuristic = (profile.record[name] for name in ("chosen", "heuristic"))
     note(profile.scoring.describe(session.draft is not None))

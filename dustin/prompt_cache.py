@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from dustin.errors import MemoryLimitError, UsageError
+from dustin.files import check_output
 from dustin.interfaces import KVCache, Model, PortableCache
 from dustin.launch import world_size
 
@@ -38,8 +39,7 @@ def take_up(session: Any, path: Path | None) -> str | None:
         raise UsageError("--prompt-cache-file has no use with several ranks, whose KV cache is spread over them: drop one of them")
     if not os.path.exists(path):
         session.prefix_cache = True
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {path}: its folder does not exist")
+        check_output(path)
         return None
     return f"prompt cache {path}: {session.load_kept(path)} tokens"
 

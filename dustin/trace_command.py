@@ -21,6 +21,7 @@ from dustin.cli_options import (
     refuse_useless,
 )
 from dustin.errors import UsageError
+from dustin.files import check_output
 from dustin.help_pages import Sectioned
 from dustin.terminal import note, prefill_bar, printable, read_prompt
 
@@ -56,9 +57,8 @@ def trace(ctx: click.Context, **values: Any) -> None:
     options, request = build_engine_options(values), build_request(values)
     refuse_useless(ctx, values)
     for path in (values["output"], values["png"], values["json_path"]):
-        # Better now than after minutes of work.
-        if path is not None and not path.expanduser().resolve().parent.is_dir():
-            raise UsageError(f"cannot write {path}: there is no folder {path.parent}")
+        if path is not None:
+            check_output(path.expanduser())
     if values["png"] is not None:
         _need_matplotlib()
     text = read_prompt(values["prompt"], values["prompt_option"], values["files"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests import tiny_model
 from tests.cli.running import dustin, fails
 
@@ -32,3 +34,15 @@ def test_a_context_that_does_not_fit_is_named(model: Path, environment: dict[str
     done = dustin(environment, "calibrate", "-m", model, "--backend", "numpy", *quick)
     fails(done, 2, "context is 9000 tokens and 16 more")
     fails(dustin(environment, "calibrate", "-m", model, "--allowance", 3), 2, "Invalid value for '--allowance'")
+
+
+@pytest.mark.parametrize("kind", ["no folder", "folder", "cache"])
+def test_a_profile_that_cannot_be_written_is_said_before_the_search(
+    model: Path, environment: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "file").write_text("here")
+    out = {"no folder": ["--out", tmp_path / "file" / "p.json"], "folder": ["--out", tmp_path], "cache": []}[kind]
+    environment = environment | {"DUSTIN_CACHE": str(tmp_path / "file")}
+    done = dustin(environment, "calibrate", "-m", model, "--backend", "numpy", *QUICK, *out)
+    assert done.returncode == 2 and "calibrated in" not in done.stderr and str(tmp_path) in done.stderr
+    assert (tmp_path / "file").read_text() == "here" and len(list(tmp_path.iterdir())) == 1

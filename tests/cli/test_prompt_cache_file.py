@@ -52,7 +52,7 @@ def test_what_cannot_work_is_refused(model: Path, environment: dict[str, str], t
     assert dustin(environment, *generate, tmp_path / "a.kv", "-m", model).returncode == 0
     other = tiny_model.write(tmp_path / "other", seed=5)
     fails(dustin(environment, *generate, tmp_path / "a.kv", "-m", other), 2, "holds the KV of tiny", "delete this one")
-    fails(dustin(environment, *generate, tmp_path / "none" / "a.kv", "-m", model), 2, "its folder does not exist")
+    fails(dustin(environment, *generate, tmp_path / "none" / "a.kv", "-m", model), 2, "there is no folder")
     fails(dustin(environment, *generate, tmp_path, "-m", model), 2, "is a directory")
     (tmp_path / "text.kv").write_text("notes of mine, not to be written over")
     fails(dustin(environment, *generate, tmp_path / "text.kv", "-m", model), 2, "cannot read the prompt cache")
