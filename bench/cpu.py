@@ -83,20 +83,20 @@ def load_transformers(source: Path, dtype: str) -> Any:
     from dustin.backends.torch_triton.gguf_loading import open_gguf
 
     config, fetch = open_gguf(source)
-    if config.architecture not in ("LlamaForCausalLM", "Qwen2ForCausalLM") or not config.tied_embeddings:
-        raise click.UsageError(f"{source.name} is a {config.architecture}, expected a small Llama or Qwen2 with tied embeddings")
+    if config.architecture not in ("LlamaForCausalLM", "Qwen2ForCausalLM"):
+        raise click.UsageError(f"{source.name} is a {config.architecture}, expected a Llama or Qwen2")
     kind = getattr(transformers, config.architecture)
     shape = kind.config_class(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim, max_position_embeddings=config.context_length, rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta, tie_word_embeddings=True, attn_implementation="sdpa",
+        rope_theta=config.rope_theta, tie_word_embeddings=config.tied_embeddings, attn_implementation="sdpa",
     )  # fmt: skip
     shape.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_theta}
     model = kind(shape).to(getattr(torch, dtype)).eval()
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
-            if name == "lm_head.weight":
+            if name == "lm_head.weight" and config.tied_embeddings:
                 continue
             tensor = fetch(name)
             if tensor is None:

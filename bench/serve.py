@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -105,6 +106,12 @@ class Client:
 
         return httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None))
 
+    def counts(self) -> dict[str, float]:
+        """What one of our servers has counted so far, by the names of its metrics; nothing of others."""
+        reply = self._http.get(f"{self.address}/metrics")
+        found = re.findall(r'^dustin_(\w+?)(?:_total)?(?:\{mode="(\w+)"\})? ([0-9.e+-]+)$', reply.text, re.MULTILINE)
+        return {f"{name} {mode}".strip(): float(value) for name, mode, value in found} if reply.status_code == 200 else {}
+
     def ask(self, text: str) -> tuple[str, list[float]]:
         """The answer, and the arrival times of its pieces, the first entry being when it was asked for."""
         body = {
@@ -146,13 +153,15 @@ class Measured:
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, client: Client, prompts: list[str], tokenizer: Any) -> None:
         """All of these prompts."""
-        began = time.perf_counter()
+        before, began = client.counts(), time.perf_counter()
         with ThreadPoolExecutor(self.clients) as pool:
             answers = list(pool.map(client.ask, prompts))
         self.seconds += time.perf_counter() - began
+        self.counts.update({name: value - before.get(name, 0.0) for name, value in client.counts().items()})
         self.requests += len(prompts)
         self.tokens += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text, _ in answers)
         self.texts += [text for text, _ in answers]
@@ -163,6 +172,17 @@ class Measured:
     def rate(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
+
+    def of_rounds(self) -> dict[str, Any]:
+        """What our server's own counts say of where the time went; nothing of other servers."""
+        counts = self.counts
+        if not counts:
+            return {}
+        row = {"prefill_s": round(counts["prefill_seconds"], 2), "decode_s": round(counts["decode_seconds"], 2)}
+        row["rounds_by_mode"] = {name.split()[1]: int(n) for name, n in counts.items() if name.startswith("rounds ") and n}
+        if steps := counts["spec_decode_num_drafts"]:
+            row["acceptance_length"] = round(1 + counts["spec_decode_num_accepted_tokens"] / steps, 2)
+        return row
 
     def as_dict(self) -> dict[str, Any]:
         """For a row."""
@@ -317,7 +337,7 @@ def _row(
         "draft": Path(opts["draft_model"]).name if opts["draft_model"] else None,
     }
     row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"], "rounds": opts["rounds"]}
-    row |= found.as_dict() | {"ready_s": round(ready.ready_seconds, 1), "warm_up_s": ready.warm_up_seconds}
+    row |= found.as_dict() | found.of_rounds() | {"ready_s": round(ready.ready_seconds, 1), "warm_up_s": ready.warm_up_seconds}
     row |= {"ratio": round(found.rate / made[found.side, 1, found.per_passage].rate, 3), "baseline": "the same server, one client"}
     for (side, clients, group), other in made.items():
         alike = other.requests and (clients, group) == (found.clients, found.per_passage)

@@ -22,9 +22,10 @@ def shared_chunk(asked: int | None, backend: Backend, rows: int) -> int:
     return asked or max(_CHUNK, min(_LONG_CHUNK * rows, getattr(backend, "prompt_rows", 0)))
 
 
-def chunk_between(asked: int | None, backend: Backend) -> int:
-    """Tokens of all prompts together to read between two rounds."""
-    return asked or (_LONG_BETWEEN if getattr(backend, "prompt_rows", 0) else _BETWEEN)
+def chunk_between(asked: int | None, backend: Backend, rows: int) -> int:
+    """Tokens of `rows` prompts together to read between two rounds. Where more rows cost a call little, the more of them the more
+    prompts wait: those who stream wait a little longer for each token, and not for as many calls."""
+    return asked or max(_BETWEEN, min(_LONG_BETWEEN * rows, getattr(backend, "prompt_rows", 0)))
 
 
 def padded_tokens(backend: Backend, parts: Sequence[Sequence[int]]) -> Array:

@@ -24,7 +24,7 @@ _ROUNDS, _BLOCKS = 4, 2
 # Chunks of a prompt up to this many tokens are recorded, in powers of two; of larger ones each double may be a kernel of its own.
 _SMALL_CHUNK = 64
 # Contexts that scores are met at: each double the one before, up to this many tokens.
-_LONGEST = 16384
+_LONGEST = 32768
 _SHORT = 16
 
 
@@ -68,7 +68,7 @@ def warm_up(
         for reached in (_SHORT, length):
             for plan in plans:
                 run.rounds(plan, reached)
-        while greedy and 2 * length <= min(context // 2, _LONGEST):
+        while greedy and 2 * length <= min(context, _LONGEST):
             length *= 2
             # Compiled, not recorded: graphs of scores are kept for few contexts, and those are for the real ones.
             run.rounds(plans[-1], length, 1 if plans[-1].mode == "exact" else 2)

@@ -214,7 +214,7 @@ class Scheduler:
         why = "" if useful else ", though this backend neither compiles nor records shapes"
         self.say(f"warming up {slots} slots in mode {options.mode}{why} (--no-warmup leaves it out) ...")
         backend = session.backend
-        chunks = (chunk_between(self.options.prefill_tokens, backend), shared_chunk(options.prefill_chunk, backend, 1))
+        chunks = (chunk_between(self.options.prefill_tokens, backend, 1), shared_chunk(options.prefill_chunk, backend, 1))
         room = slot_context(session, options)
         try:
             seconds = warm_up(session, options, slots, room, chunks, lambda: self.state not in ("draining", "stopping"))
@@ -295,7 +295,8 @@ class Scheduler:
             most = shared_chunk(self.engine_options.prefill_chunk, engine.backend, len(engine.reading))
             self._hand_out(engine.read_chunk(most))
         else:
-            self._hand_out(engine.read_chunk(chunk_between(self.options.prefill_tokens, engine.backend)))
+            most = chunk_between(self.options.prefill_tokens, engine.backend, len(engine.reading))
+            self._hand_out(engine.read_chunk(most))
             if engine.active:
                 self._hand_out(engine.step())
 

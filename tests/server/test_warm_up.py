@@ -215,7 +215,7 @@ def test_longer_contexts_are_met_but_not_recorded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warm_up_module._WarmUp, "rounds", rounds)
     session = toy_session(PacedModel(context_length=2048), budget=60)
     session.warm_up(2)
-    greedy = [("ar", 16), ("dense", 16), ("ar", 136), ("dense", 136), ("dense", 272), ("dense", 544)]
+    greedy = [("ar", 16), ("dense", 16), ("ar", 136), ("dense", 136), ("dense", 272), ("dense", 544), ("dense", 1088)]
     assert [entry[:2] for entry in made] == [*greedy, *greedy[:4]]
     assert all(reached >= 1 for *_, reached, _ in made)
     few = max(ran for _, length, _, ran in made if length > 136)

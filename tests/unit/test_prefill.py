@@ -28,9 +28,9 @@ WIDE: Any = SimpleNamespace(prompt_rows=8192)
 def test_what_nobody_asked_for(backend: Any, rows: int, each: int, together: int) -> None:
     assert chunk_of(None, backend, rows) == each
     assert shared_chunk(None, backend, rows) == together
-    assert chunk_between(None, backend) == (1024 if backend is WIDE else 256)
+    assert chunk_between(None, backend, rows) == (min(8192, 1024 * rows) if backend is WIDE else 256)
 
 
 @pytest.mark.parametrize("backend", [PLAIN, WIDE])
 def test_what_was_asked_for(backend: Any) -> None:
-    assert chunk_of(100, backend, 16) == shared_chunk(100, backend, 16) == chunk_between(100, backend) == 100
+    assert chunk_of(100, backend, 16) == shared_chunk(100, backend, 16) == chunk_between(100, backend, 16) == 100
