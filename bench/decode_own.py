@@ -39,10 +39,12 @@ def encoded(model: CudaModel, pool: Any) -> CompactKeys:
 
 
 def choice(bench: DecodeBench, budget: int) -> Rechoice:
-    """Every layer and kv head of the target chooses `budget` tokens; the compact keys are made at first use."""
+    """The kv heads of every layer of the target, or of `bench.choosing` layers for those after them too, choose `budget` tokens;
+    the compact keys are made at first use."""
     model = bench.target
     if bench.compact is None:
         bench.compact = encoded(model, model.new_cache(1, 64).pool)
-    heads = tuple(range(model.config.num_heads))
-    layers = tuple((layer, heads) for layer in range(model.config.num_layers))
-    return Rechoice(layers, budget, 4, 32, 16, bench.compact, True)
+    heads, count = tuple(range(model.config.num_heads)), model.config.num_layers
+    chosen = bench.choosing or count
+    layers = tuple((i * count // chosen, heads) for i in range(chosen))
+    return Rechoice(layers, budget, 4, 32, 16, bench.compact, True, chosen < count)

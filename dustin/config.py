@@ -100,8 +100,8 @@ class EngineOptions:
     `lookahead_share` is m of METHOD 3: the share of the unprotected budget filled by draft scores; None takes the profile's.
     `profile` is a file of scoring heads that `dustin calibrate` wrote, `auto` (the one of this pair, else the heuristic) or
     `none`. `dense_layers` ignore the set; `reselection_layers` choose sets of their own by the rows in flight, over compact keys
-    of `reselection_rank` numbers (0: whole keys), and with `reselection_by_kv_head` one for each kv head; None takes the
-    profile's. `top_mass` cuts each set to what holds that share of the scores, so that the budget is only the most.
+    of `reselection_rank` numbers (0: whole keys), with `reselection_by_kv_head` one for each kv head; with `reselection_reuse`
+    the layers up to the next of these read what it chose. None takes the profile's. `top_mass` cuts each set to what holds that share of the scores, so that the budget is only the most.
     `lookahead_lag` 1 uses the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
     `exact_block` is how many tokens one dense check covers: provisional ones, then drafts. A row drafts no more once the
     chance that its run of drafts is kept falls below `min_draft_confidence` (0: off). `relaxed_weight` w and `route_confidence`
@@ -122,6 +122,7 @@ class EngineOptions:
     reselection_layers: tuple[int, ...] | None = None
     reselection_rank: int | None = None
     reselection_by_kv_head: bool | None = None
+    reselection_reuse: bool | None = None
     top_mass: float | None = None
     lookahead_lag: int | None = None
     rectify_interval: int = 256

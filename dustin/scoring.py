@@ -17,7 +17,7 @@ class Scoring:
 
     `target` and `draft` are the scoring heads; `lookahead_share` is m; `dense_layers` ignore the set; at the layers of
     `reselection` their heads' queries of the rows in flight choose it anew, by compact keys of `reselection_rank` numbers (0:
-    by whole ones). The target's history is
+    by whole ones), with `reselection_reuse` for the layers up to the next of these too. The target's history is
     the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before; the
     draft's are those of its drafted rows, plus `lookahead_decay` times those of the rounds before; `smoothing` is the width in
     tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are scored, in the rounds between only the
@@ -37,6 +37,7 @@ class Scoring:
     reselection: Tap = field(default_factory=lambda: Tap({}))
     reselection_rank: int = 0
     reselection_by_kv_head: bool = False
+    reselection_reuse: bool = False
     source: str = "heuristic"
 
     def pool_for(self, budget: int) -> int:
@@ -56,6 +57,7 @@ class Scoring:
         if self.reselection.heads:
             by = " by kv head" if self.reselection_by_kv_head else ""
             by += f" by compact keys of {self.reselection_rank}" if self.reselection_rank else ""
+            by += ", for those after them too" if self.reselection_reuse else ""
             parts.append("chosen anew at layers " + _ranges(list(self.reselection.heads)) + by)
         return f"{self.source}, " + "; ".join(parts)
 

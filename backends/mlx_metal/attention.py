@@ -78,6 +78,8 @@ class Forward:
         self._destinations = None if self.in_place else cache.destinations(counts)
         self._packed = self._packing()
         self._masked: dict[tuple[bool, ...], tuple[mx.array, mx.array]] = {}
+        # What the last layer that chose for itself has chosen.
+        self._last: TokenSet | None = None
 
     def views(self, num_layers: int) -> list[LayerCache]:
         """The `cache` argument of an mlx-lm model."""
@@ -105,7 +107,12 @@ class Forward:
 
     def attend(self, q: mx.array, layer: int, starts: mx.array, scale: float) -> mx.array:
         """[rows, T, Hq, D] from q of that shape; the in-flight K and V lie in the cache already."""
-        chosen = self._choose(q, layer, scale) or set_of_layer(self.token_set, layer)
+        chosen = self._choose(q, layer, scale)
+        self._last = chosen or self._last
+        if chosen is None:
+            chosen, again = set_of_layer(self.token_set, layer), self.token_set.reselection if self.token_set else None
+            if again is not None and again.reuse and self._last is not None and chosen is self.token_set:
+                chosen = self._last
         everything = [chosen is None or self._all_of(chosen, b) for b in range(len(self.counts))]
         if self.long:
             sets = [None if everything[b] else chosen for b in self.rows]

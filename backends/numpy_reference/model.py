@@ -172,8 +172,10 @@ class NumpyModel:
                 raise ValueError(f"tokens[{b}, {t}] is {tokens[b, t]}, expected 0 to {self.config.vocab_size - 1}")
             hidden[b, t] = self.weights["model.embed_tokens.weight"][tokens[b, t]]
         queries: dict[int, Floats] = {}
+        # What the last layer that chose for itself has chosen, for each kv head or for all.
+        chosen: list[TokenSet] = []
         for i in range(self.config.num_layers):
-            q, attended = self._attend(i, hidden, valid, num_tokens, cache, token_set)
+            q, attended, chosen = self._attend(i, hidden, valid, num_tokens, cache, token_set, chosen)
             if tap is not None and i in tap.heads:
                 queries[i] = q[:, :, list(tap.heads[i])]
             for b, t in valid:
@@ -193,8 +195,10 @@ class NumpyModel:
         num_tokens: Sequence[int],
         cache: Cache,
         token_set: TokenSet | None,
-    ) -> tuple[Floats, Floats]:
-        """Queries and attention output of layer i, both [B, T, Hq, D]; writes the layer's K and V behind the valid rows."""
+        before: list[TokenSet],
+    ) -> tuple[Floats, Floats, list[TokenSet]]:
+        """Queries and attention output of layer i, both [B, T, Hq, D], and what was chosen last (`before`: by an earlier layer);
+        writes the layer's K and V behind the valid rows."""
         c, name = self.config, f"model.layers.{i}."
         shape = hidden.shape[:2]
         q = np.zeros((*shape, c.num_heads, c.head_dim))
@@ -207,18 +211,32 @@ class NumpyModel:
             v[b, t] = self._linear(f"{name}self_attn.v_proj", x).reshape(c.num_kv_heads, c.head_dim)
         cache.write(i, num_tokens, k, v)
         attention = Attention(self.scale, self.softcap, self._windows[i])
+        chosen = self._chosen(i, q, num_tokens, cache, token_set)
         again = None if token_set is None else token_set.reselection
-        how = (num_tokens, self.scale, self.softcap, self.compact)
-        if token_set is None or again is None or not again.by_kv_head or i not in again.heads:
-            own = reselected(token_set, q, cache, i, *how)
-            return q, attention(q, cache, i, cache.lengths, num_tokens, own or set_of_layer(token_set, i))
+        read: list[TokenSet | None] = [set_of_layer(token_set, i)]
+        if chosen:
+            read = list(chosen)
+        elif again is not None and again.reuse and before and read[0] is token_set:
+            read = list(before)
+        if len(read) == 1:
+            return q, attention(q, cache, i, cache.lengths, num_tokens, read[0]), chosen or before
         parts = []
-        for kv, part in enumerate(again.of_kv_heads(i, c.num_heads, c.num_kv_heads)):
-            own = reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, *how)
-            view = cache.of_kv_head(i, kv)
+        for kv, one in enumerate(read):
             mine = np.split(q, c.num_kv_heads, axis=2)[kv]
-            parts.append(attention(mine, view, i, cache.lengths, num_tokens, own or set_of_layer(token_set, i)))
-        return q, np.concatenate(parts, axis=2)
+            parts.append(attention(mine, cache.of_kv_head(i, kv), i, cache.lengths, num_tokens, one))
+        return q, np.concatenate(parts, axis=2), chosen or before
+
+    def _chosen(
+        self, i: int, q: Floats, num_tokens: Sequence[int], cache: Cache, token_set: TokenSet | None
+    ) -> list[TokenSet]:
+        """The sets that layer i chooses itself: one for all kv heads, or for each; none where it does not."""
+        c, again = self.config, None if token_set is None else token_set.reselection
+        if token_set is None or again is None or i not in again.heads:
+            return []
+        parts = again.of_kv_heads(i, c.num_heads, c.num_kv_heads) if again.by_kv_head else [again]
+        how = (num_tokens, self.scale, self.softcap, self.compact)
+        made = [reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, *how) for part in parts]
+        return [one for one in made if one is not None]
 
     def _heads(self, name: str, x: Floats, position: int) -> Floats:
         """Projected, normed (QK-norm) and turned heads [H, D] of one token."""

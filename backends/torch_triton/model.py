@@ -145,30 +145,45 @@ class TorchModel:
         turn = rope.table(positions, self._inverse, self._amplitude)
         attention = Attention(cache.lengths, counts, self.scale)
         where = cache.destinations(counts)
+        # What the last layer that chose for itself has chosen.
+        chosen: list[TokenSet] = []
         for i, layer in enumerate(self.weights.layers):
             q, k, v = self._project(layer, hidden, turn)
             cache.write(i, where, k, v)
             if i in heads:
                 queries[i] = q[:, list(heads[i])]
-            attended = self._attended(attention, q, cache, i, counts, token_set)
+            chosen = self._chosen(q, cache, i, counts, token_set) or chosen
+            attended = self._attended(attention, q, cache, i, token_set, chosen)
             hidden = hidden + self._sum(linear(attended.flatten(1), layer.output))
             hidden = hidden + self._sum(self._mlp(layer, hidden))
         return hidden, queries
 
-    def _attended(
-        self, attention: Attention, q: torch.Tensor, cache: TorchCache, i: int, counts: Sequence[int], token_set: TokenSet | None
-    ) -> torch.Tensor:
-        """[R, Hq, D] of queries of that shape, through the layer's set or the one that they choose themselves."""
-        again, window = ops.reselection_at(token_set, i, q.shape[1]), self.config.windows[i]
+    def _chosen(
+        self, q: torch.Tensor, cache: TorchCache, i: int, counts: Sequence[int], token_set: TokenSet | None
+    ) -> list[TokenSet]:
+        """The sets that queries [R, Hq, D] of layer i choose: one for all kv heads, or for each; none where it does not choose."""
+        again = ops.reselection_at(token_set, i, q.shape[1])
+        if token_set is None or again is None:
+            return []
+        parts = again.of_kv_heads(i, q.shape[1], self.config.num_kv_heads) if again.by_kv_head else [again]
         how: dict[str, Any] = {"scale": self.scale, "compact": self.compact}
-        if token_set is None or again is None or not again.by_kv_head:
-            own = ops.reselected(token_set, q, cache, i, counts, **how)
-            return attention(q, cache, i, own or set_of_layer(token_set, i), window)
-        heads = self.config.num_kv_heads
+        made = [ops.reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, counts, **how) for part in parts]
+        return [one for one in made if one is not None]
+
+    def _attended(
+        self, attention: Attention, q: torch.Tensor, cache: TorchCache, i: int, token_set: TokenSet | None, chosen: list[TokenSet]
+    ) -> torch.Tensor:
+        """[R, Hq, D] of queries of that shape, through the layer's set; `chosen` are those that this layer, or the last one before
+        it that did, has chosen."""
+        window, again = self.config.windows[i], None if token_set is None else token_set.reselection
+        read: list[TokenSet | None] = [set_of_layer(token_set, i)]
+        if again is not None and chosen and read[0] is token_set and (again.reuse or i in again.heads):
+            read = list(chosen)
+        if len(read) == 1:
+            return attention(q, cache, i, read[0], window)
         parts = []
-        for kv, (part, mine) in enumerate(zip(again.of_kv_heads(i, q.shape[1], heads), q.chunk(heads, 1), strict=True)):
-            own = ops.reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, counts, **how)
-            parts.append(attention(mine.contiguous(), cache.of_kv_head(i, kv), i, own, window))  # type: ignore[arg-type]
+        for kv, (mine, one) in enumerate(zip(q.chunk(len(read), 1), read, strict=True)):
+            parts.append(attention(mine.contiguous(), cache.of_kv_head(i, kv), i, one, window))  # type: ignore[arg-type]
         return torch.cat(parts, 1)
 
     def _project(

@@ -12,6 +12,7 @@ from dustin.backends.torch_triton.compact_keys import FRESH_ROWS, CompactKeys, n
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.interfaces import Reselection
 from dustin.triton_kernels.packed_rows import packed_rows
+from dustin.triton_kernels.packed_scores import packed_scores
 from dustin.triton_kernels.score_heads import group_heads, score_heads
 from dustin.triton_kernels.select_tokens import select_tokens
 
@@ -32,6 +33,7 @@ class Rechoice:
     max_rows: int
     compact: CompactKeys | None = None
     by_kv_head: bool = False
+    reuse: bool = False
 
     @classmethod
     def of(cls, again: Reselection | None, compact: CompactKeys | None, cache: Any) -> Rechoice | None:
@@ -42,7 +44,7 @@ class Rechoice:
             needed(compact, again.rank).catch_up(cache)
         layers = tuple(sorted((layer, tuple(heads)) for layer, heads in again.heads.items()))
         windows = (again.num_sink_tokens, again.num_recent_tokens)
-        return cls(layers, again.budget, *windows, again.max_rows, compact if again.rank else None, again.by_kv_head)
+        return cls(layers, again.budget, *windows, again.max_rows, compact if again.rank else None, again.by_kv_head, again.reuse)
 
     @property
     def heads(self) -> dict[int, tuple[int, ...]]:
@@ -84,10 +86,13 @@ class Rechoice:
             together = heads == tuple(range(first, last))
             chosen = chosen[:, :, first:last] if together else torch.stack([chosen[:, :, head] for head in heads], 2)
         scores = torch.empty(len(set_lengths), page_table.shape[1] * keys.shape[1], dtype=torch.float32, device=q.device)
-        score_heads(
-            chosen, keys, page_table, lengths, groups, scores, num_rows=num_tokens.clamp(max=rows), scale=config.head_dim**-0.5,
-            by_group=sets > 1,
-        )  # fmt: skip
+        counts, scale = num_tokens.clamp(max=rows), config.head_dim**-0.5
+        if keys.dtype == torch.int8 and sets == config.num_kv_heads and chosen.shape[2] == config.num_heads:
+            packed_scores(chosen, keys, page_table, lengths, scores, num_rows=counts, scale=scale)
+        else:
+            score_heads(
+                chosen, keys, page_table, lengths, groups, scores, num_rows=counts, scale=scale, by_group=sets > 1
+            )  # fmt: skip
         if self.budget > MAX_SELECTED:
             return ops.choose(scores, set_lengths, self.budget, self.num_sink_tokens, self.num_recent_tokens)
         return select_tokens(

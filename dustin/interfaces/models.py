@@ -59,7 +59,8 @@ class Reselection:
     of a kv head) of the softmax over [0, lengths[b]); `budget` tokens in all, ties to the lower index. With `max_rows` 1 the
     set depends on committed tokens alone, whatever was drafted. With a `rank` the softmax is over compact keys of that many
     numbers (see CompactModel) instead of whole ones. With `by_kv_head` each kv head reads what the scoring heads among its own
-    query heads choose; each needs one at least.
+    query heads choose; each needs one at least. With `reuse` a layer that is not named reads what the last one before it that
+    chose has chosen, kv head by kv head, unless it is dense, has a set given or a sliding window.
     """
 
     heads: Mapping[int, tuple[int, ...]]
@@ -69,6 +70,7 @@ class Reselection:
     max_rows: int = 16
     rank: int = 0
     by_kv_head: bool = False
+    reuse: bool = False
 
     def of_kv_heads(self, layer: int, num_heads: int, num_kv_heads: int) -> list[Reselection]:
         """One for each kv head, with its share of the scoring heads. Raise ValueError where a kv head has none."""

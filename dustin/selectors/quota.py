@@ -63,9 +63,8 @@ class QuotaSelector(BaseSelector):
         rows = 1 if options.lookahead_lag == 1 else RESELECTION_ROWS
         windows = (options.num_sink_tokens, options.num_recent_tokens)
         scoring = self._scoring
-        return Reselection(
-            tap.heads, options.budget, *windows, rows, scoring.reselection_rank, scoring.reselection_by_kv_head
-        )  # fmt: skip
+        how = (scoring.reselection_rank, scoring.reselection_by_kv_head, scoring.reselection_reuse)
+        return Reselection(tap.heads, options.budget, *windows, rows, *how)
 
     @property
     def compact_rank(self) -> int:

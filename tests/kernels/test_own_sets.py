@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from dustin.backends.torch_triton.compact_keys import fit  # noqa: E402
 from dustin.triton_kernels.attention_core import AttentionConfig  # noqa: E402
 from dustin.triton_kernels.packed_rows import packed_rows  # noqa: E402
+from dustin.triton_kernels.packed_scores import PackedConfig, packed_scores  # noqa: E402
 from dustin.triton_kernels.score_heads import group_heads, score_heads, score_layers  # noqa: E402
 from dustin.triton_kernels.sparse_verify import sparse_verify  # noqa: E402
 from tests.kernels.reference import check_parity, paged_case  # noqa: E402
@@ -98,6 +99,35 @@ def test_scores_by_kv_head(device: str, keep: bool) -> None:
                 check_parity(mine[:length], want.float(), torch.float32 if dtype == torch.float32 else torch.float16)
     with pytest.raises(ValueError, match="by_group: expected one layer, got 2"):
         score_layers([q] * 2, [codes] * 2, case.page_table, case.lengths, [groups] * 2, scores, num_rows=fed, by_group=True)
+
+
+@pytest.mark.parametrize("chunk", [64, 32, 0])
+def test_scores_by_packed_keys_alone(device: str, chunk: int) -> None:
+    """packed_scores is the mean softmax of each kv head, whatever the chunks; a far first tile moves no sum out of range."""
+    case, (num_heads, kv_heads, _), lengths = a_case(device, torch.float32, 3)
+    rank, rows, group = 32 if device == "cpu" else 64, [3, 2, 0], num_heads // kv_heads
+    codes = torch.randint(-128, 128, (*case.k_pool.shape[:3], rank // 2), dtype=torch.int8, device=device)
+    columns = max(lengths) + 2
+    fed = torch.tensor(rows, dtype=torch.int32, device=device)
+    small = PackedConfig(16, chunk, 32, 2) if device == "cpu" else PackedConfig(64, 16 * chunk, 256, 3)
+    config = small if chunk else None
+    for dtype, size in ((torch.float32, 0.3), (torch.float16, 0.3), (torch.float16, 12.0)):
+        q = (torch.randn(3, 3, num_heads, rank, device=device) * size).to(dtype)
+        scores = torch.full((3 * kv_heads, columns), float("nan"), device=device)
+        packed_scores(q, codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2, config=config)
+        for b, length in enumerate(lengths):
+            keys = numbers_of(rows_of(case, codes, b, length))
+            for h in range(kv_heads):
+                mine = scores[b * kv_heads + h]
+                assert mine[length:].isneginf().all()
+                if not rows[b] or not length:
+                    assert (mine[:length] == 0).all()
+                    continue
+                asked = q[b, : rows[b], h * group : (h + 1) * group].double()
+                want = torch.softmax(torch.einsum("rgd,nd->rgn", asked, keys[:, h].double()) * 0.2, -1).mean((0, 1))
+                check_parity(mine[:length], want.float(), torch.float32 if dtype == torch.float32 else torch.float16)
+    with pytest.raises(ValueError, match="q: expected rows . heads per kv head <= 128, got 60 . 3|q: expected rows .* got 60 . 7"):
+        packed_scores(q.repeat(1, 20, 1, 1), codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2)
 
 
 @pytest.mark.parametrize("splits", ["merged", "fused", "default"])

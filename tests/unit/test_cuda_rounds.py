@@ -112,7 +112,7 @@ def test_a_round_of_own_sets_equals_the_models_forward(monkeypatch):
     pool = model.new_cache(batch + 1, 128).pool
     for store in (*pool.keys, *pool.values):
         store.normal_(generator=torch.Generator().manual_seed(1))
-    again = decode_own.choice(SimpleNamespace(target=model, compact=None), budget)
+    again = decode_own.choice(SimpleNamespace(target=model, compact=None, choosing=0), budget)
     cache = model.new_cache(batch, 128)
     assert cache.pool is pool
     target = Side(model, cache, Tap({1: (0, 1, 2, 3)}))

@@ -107,6 +107,27 @@ def test_numpy_reads_what_score_and_select_would_choose(heads):
     np.testing.assert_array_equal(without.logits[2], got.logits[2])
 
 
+def test_numpy_reuses_what_the_last_layer_chose():
+    """Layers after the one that chooses read its set: as if it were given to each; those before it read the shared one."""
+    from dustin.backends.torch_triton.model import TorchModel
+
+    backend, model = create_numpy(), numpy_twin(torch_model(TorchModel))
+    tokens, counts = backend.tokens([[5, 9], [7, 1], [3, 2]]), (2, 2, 2)
+    cache, logits = filled(backend, model), {}
+    for reuse in (True, False):
+        again = Reselection({1: (0, 1, 2, 3)}, BUDGET, 2, 4, reuse=reuse)
+        start = dataclasses.replace(first_set(backend), reselection=again)
+        got = model.forward(tokens, counts, cache, token_set=start, tap=EVERY)
+        cache.rollback(LENGTHS)
+        made = chosen_by_hand(backend, model, cache, 1, (0, 1, 2, 3), got.queries, 2)
+        by_layer = dict.fromkeys((1, 2) if reuse else (1,), made)
+        want = model.forward(tokens, counts, cache, token_set=dataclasses.replace(first_set(backend), by_layer=by_layer))
+        np.testing.assert_array_equal(got.logits, want.logits)
+        cache.rollback(LENGTHS)
+        logits[reuse] = got.logits
+    assert np.abs(logits[True] - logits[False]).max() > 1e-4
+
+
 CASES = {
     "one layer": Reselection({1: (0, 1, 2, 3)}, BUDGET, 2, 4),
     "some heads": Reselection({0: (2, 3), 2: (0, 3)}, BUDGET, 2, 4),
@@ -116,6 +137,10 @@ CASES = {
     "kv heads": Reselection({0: (0, 1, 2, 3), 2: (1, 2, 3)}, BUDGET, 2, 4, by_kv_head=True),
     "kv heads, compact": Reselection({1: (0, 1, 2, 3)}, BUDGET, 2, 4, rank=32, by_kv_head=True),
     "compact": Reselection({0: (0, 1, 2, 3), 2: (1,)}, BUDGET, 2, 4, rank=32),
+    "reused": Reselection({0: (0, 1, 2, 3)}, BUDGET, 2, 4, reuse=True),
+    "reused after the first layer": Reselection({1: (2,)}, BUDGET, 2, 4, reuse=True),
+    "reused around a dense layer": Reselection({0: (0, 3)}, BUDGET, 2, 4, reuse=True),
+    "kv heads, compact, reused": Reselection({0: (0, 1, 2, 3)}, BUDGET, 2, 4, rank=32, by_kv_head=True, reuse=True),
 }
 TEXT = [(7 * i * i + i) % 50 for i in range(48)]
 
@@ -141,7 +166,7 @@ def check(backend, model, tolerance: float) -> None:
     reference[1].compact = NumpyCompactKeys(32, *parts)
     caches = filled(*reference), filled(backend, model)
     for name, again in CASES.items():
-        dense = (1,) if name == "some heads" else ()
+        dense = (1,) if name in ("some heads", "reused around a dense layer") else ()
         want, got = logits_of(*reference, again, dense, caches[0]), logits_of(backend, model, again, dense, caches[1])
         for b, rows in enumerate(ROWS):
             np.testing.assert_allclose(got[b, :rows], want[b, :rows], atol=tolerance, err_msg=f"{name} row {b}")
@@ -313,12 +338,14 @@ def test_the_selector_asks_for_it_and_counts_it():
     from dustin.selection import create_selector
 
     spec = ModelSpec("m", "a", 4, 8, 2, 64, 100, 4096, "bfloat16", "f", sliding_layers=(1,), bytes_per_kv_token=4 * 2 * 2 * 64 * 2)
-    options = EngineOptions(budget=64, reselection_layers=(3, 0), reselection_rank=32, reselection_by_kv_head=True)
+    options = EngineOptions(
+        budget=64, reselection_layers=(3, 0), reselection_rank=32, reselection_by_kv_head=True, reselection_reuse=True
+    )
     selector = create_selector(options, Scoring(Tap({2: (0,)}), Tap({})), spec)
     assert selector.compact_rank == 32
     scoring = selector._scoring
     assert list(scoring.reselection.heads) == [0, 3]
-    assert "chosen anew at layers 0, 3 by kv head by compact keys of 32" in scoring.describe()
+    assert "chosen anew at layers 0, 3 by kv head by compact keys of 32, for those after them too" in scoring.describe()
     # Two layers of four, 16 bytes for each of the two kv heads of a token; whole keys are 128 bytes.
     assert ReadBytes(spec).reselection(scoring, 10) == 10 * 2 * 2 * 16
     assert ReadBytes(spec).reselection(dataclasses.replace(scoring, reselection_rank=0), 10) == 10 * 2 * 2 * 128
@@ -330,7 +357,7 @@ def test_the_selector_asks_for_it_and_counts_it():
     profile = Profile("p", ("f",), (), scoring)
     assert from_json(to_json(profile), "here").scoring == dataclasses.replace(scoring, source="profile p")
     old = to_json(profile)
-    for name in ("reselection_heads", "reselection_rank", "reselection_by_kv_head"):
+    for name in ("reselection_heads", "reselection_rank", "reselection_by_kv_head", "reselection_reuse"):
         del old["scoring"][name]
     assert not from_json(old, "here").scoring.reselection.heads
     assert all_heads(spec, [0, 3]) == scoring.reselection

@@ -1,0 +1,234 @@
+"""Softmax mass of every committed token for each kv head, by compact keys: score_heads for sets of the kv heads' own.
+
+Two passes over codes of half a byte a number. Pass 1 sums exponentials in every chunk of keys about a maximum that the chunk's
+first tile gives, so that a step needs no reduction across threads; pass 2 puts the chunks together, in order, and writes masses.
+All query heads of a kv head score; what a key costs is one exponential a row and head and pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_core import load_pages
+from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, num_multiprocessors, power_of_two
+from .score_passes import IN_REGISTERS, unpack_halves
+
+# Rows times heads of a kv head: columns of a product.
+MAX_COLUMNS = 128
+# What the first tile's maximum is raised by: later keys may exceed it by 2^157 before a sum overflows, and count from 2^-96 on.
+MARGIN = tl.constexpr(30.0)
+
+
+@triton.jit
+def packed_logits(q_low, q_high, keys_of_head, page, start, keys, n, ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Products [BLOCK_N, M] of the codes at start + [0, BLOCK_N) and the queries, unscaled."""
+    if PAGE % BLOCK_N == 0:
+        rows = keys_of_head + (page.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
+    else:
+        rows = keys_of_head + ((page * PAGE + keys % PAGE).to(tl.int64) * ROW)[:, None]
+    packed = tl.load(rows + n[None, :])
+    if IN_REGISTERS and q_low.dtype == tl.float16:
+        low, high = unpack_halves(packed)
+    else:
+        pair = packed.to(tl.int32)
+        low, high = ((pair << 28) >> 28).to(q_low.dtype), (pair >> 4).to(q_low.dtype)
+    return tl.dot(high, q_high, tl.dot(low, q_low))
+
+
+@triton.jit
+def load_columns(
+    q, b, h, m, fed, n, stride_qb, stride_qr, G: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """The queries' low and high numbers [HALF, M] of a kv head, and which columns count [M]: column m is row m // G, head m % G."""
+    valid = m < fed * G
+    column = q + b.to(tl.int64) * stride_qb + (m // G).to(tl.int64) * stride_qr + (h * G + m % G) * RANK
+    low = tl.load(column[None, :] + n[:, None], mask=valid[None, :], other=0.0)
+    high = tl.load(column[None, :] + (HALF + n)[:, None], mask=valid[None, :], other=0.0)
+    return low, high, valid
+
+
+@triton.jit
+def packed_sums_kernel(
+    q, codes, page_table, lengths, num_rows, stats, stride_qb, stride_qr, stride_pt, R, num_chunks, scale_log2,
+    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    PAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, kv head, sequence): (shift, sum of 2^(logit - shift)) of its keys for every column."""
+    begin_dependent(PDL)
+    chunk = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    length = tl.load(lengths + b)
+    fed = tl.minimum(tl.load(num_rows + b), R)
+    if (chunk * CHUNK >= length) | (fed <= 0):
+        return
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, HALF)
+    keys = tl.arange(0, BLOCK_N)
+    ROW: tl.constexpr = HKV * HALF
+    q_low, q_high, _ = load_columns(q, b, h, m, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
+    pages = page_table + b.to(tl.int64) * stride_pt
+    of_head = codes + h * HALF
+    begin = chunk * CHUNK
+    stop = tl.minimum(begin + CHUNK, length)
+    page = load_pages(pages, begin, keys, length, PAGE, BLOCK_N)
+    next_page = load_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
+    s = packed_logits(q_low, q_high, of_head, page, begin, keys, n, ROW, PAGE, BLOCK_N)
+    s = tl.where((begin + keys < length)[:, None], s, float("-inf"))
+    shift = tl.max(s, 0) * scale_log2 + MARGIN
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(begin, stop, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
+        # Two steps ahead, in registers; the maximum keeps the loop one that is pipelined (see score_logits_kernel).
+        page = tl.maximum(next_page, 0)
+        next_page = load_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
+        p = tl.exp2(s * scale_log2 - shift[None, :])
+        if start + BLOCK_N > length:
+            p = tl.where((start + keys < length)[:, None], p, 0.0)
+        sums += p
+    total = tl.sum(sums, 0)
+    if tl.max(total, 0) == float("inf"):
+        # A key so far above the first tile's is all that counts: once more, about the maximum of all.
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        for start in range(begin, stop, BLOCK_N):
+            page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
+            s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
+            top = tl.maximum(top, tl.max(tl.where((start + keys < length)[:, None], s, float("-inf")), 0))
+        shift = top * scale_log2
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(begin, stop, BLOCK_N):
+            page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
+            s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
+            sums += tl.where((start + keys < length)[:, None], tl.exp2(s * scale_log2 - shift[None, :]), 0.0)
+        total = tl.sum(sums, 0)
+    place = ((b.to(tl.int64) * HKV + h) * num_chunks + chunk) * (2 * BLOCK_M) + m
+    tl.store(stats + place, shift)
+    tl.store(stats + place + BLOCK_M, total)
+
+
+@triton.jit
+def packed_mass_kernel(
+    q, codes, page_table, lengths, num_rows, stats, scores, stride_qb, stride_qr, stride_pt, R, num_chunks, nmax, scale_log2,
+    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (SPAN keys, kv head, sequence): the mean over rows and heads of the softmax, -inf beyond the length."""
+    begin_dependent(PDL)
+    begin = tl.program_id(0) * SPAN
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    length = tl.load(lengths + b)
+    fed = tl.minimum(tl.load(num_rows + b), R)
+    keys = tl.arange(0, BLOCK_N)
+    row = scores + (b.to(tl.int64) * HKV + h) * nmax
+    if (begin >= length) | (fed <= 0):
+        for start in range(begin, tl.minimum(begin + SPAN, nmax), BLOCK_N):
+            tl.store(row + start + keys, tl.where(start + keys < length, 0.0, float("-inf")), mask=start + keys < nmax)
+        return
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, HALF)
+    c = tl.arange(0, BLOCK_C)
+    ROW: tl.constexpr = HKV * HALF
+    q_low, q_high, valid = load_columns(q, b, h, m, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
+    place = ((b.to(tl.int64) * HKV + h) * num_chunks + c[None, :]) * (2 * BLOCK_M) + m[:, None]
+    used = (c < tl.cdiv(length, CHUNK))[None, :] & valid[:, None]
+    shifts = tl.load(stats + place, mask=used, other=float("-inf"))
+    sums = tl.load(stats + place + BLOCK_M, mask=used, other=0.0)
+    top = tl.where(valid, tl.max(shifts, 1), 0.0)
+    total = tl.sum(sums * tl.exp2(shifts - top[:, None]), 1)
+    # Columns that do not count get an infinite log-sum-exp, hence mass 0.
+    lse = tl.where(valid & (total > 0), top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+    pages = page_table + b.to(tl.int64) * stride_pt
+    of_head = codes + h * HALF
+    page = load_pages(pages, begin, keys, length, PAGE, BLOCK_N)
+    next_page = load_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
+    weight = 1.0 / (fed * G).to(tl.float32)
+    for start in range(begin, tl.minimum(begin + SPAN, nmax), BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
+        page = tl.maximum(next_page, 0)
+        next_page = load_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
+        mass = tl.sum(tl.exp2(s * scale_log2 - lse[None, :]), 1) * weight
+        at = start + keys
+        tl.store(row + at, tl.where(at < length, mass, float("-inf")), mask=at < nmax)
+
+
+@dataclass(frozen=True)
+class PackedConfig:
+    """Launch sizes: keys a tile, keys a program of pass 1 (`chunk`) and of pass 2 (`span`), stages, warps."""
+
+    block_n: int = 128
+    chunk: int = 2048
+    span: int = 1024
+    num_stages: int = 3
+    num_warps: int = 4
+    max_registers: int = 128  # a thread of pass 1, so that the branch that is never taken costs no program (0: no limit)
+
+
+def choose_config(batch: int, kv_heads: int, nmax: int, columns: int, device: torch.device) -> PackedConfig:
+    """Long chunks as long as programs fill the processors several times."""
+    if INTERPRETED:
+        return PackedConfig(16, 64, 32, 2)
+    enough = 4 * num_multiprocessors(device)
+    chunk = next((c for c in (2048, 1024) if batch * kv_heads * triton.cdiv(nmax, c) >= enough), 512)
+    # Statistics of all chunks are put together in one tile.
+    chunk = max(chunk, power_of_two(triton.cdiv(nmax, 64)))
+    return PackedConfig(64 if columns > 32 else 128, chunk, min(chunk, 1024))
+
+
+def packed_scores(
+    q: torch.Tensor,
+    codes: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    num_rows: torch.Tensor,
+    scale: float,
+    config: PackedConfig | None = None,
+) -> torch.Tensor:
+    """Write to scores [B * Hkv, Nmax] fp32, row b * Hkv + h: the mean over kv head h's query heads and sequence b's rows of
+    softmax(q . K * scale) over [0, lengths[b]), and -inf at and beyond it.
+
+    q [B, R, Hq, rank] (a row's heads contiguous), in float16 for codes to be unpacked without conversions; codes int8 [pages,
+    page_size, Hkv, rank / 2] as packed_rows writes them; page_table [B, max_pages], lengths and num_rows [B] int32 (0 rows: scores
+    of 0). Returns scores. Raises ValueError on bad input.
+    """
+    check_tensor("codes", codes, (None, None, None, None), (torch.int8,), q)
+    pages, page_size, kv_heads, half = codes.shape
+    check_tensor("q", q, (None, None, None, 2 * half), (torch.float16, torch.bfloat16, torch.float32), codes, contiguous=False)
+    batch, rows, num_heads, rank = q.shape
+    check_pools(codes, None, page_table, batch, (torch.int8,))
+    check_counts(batch, q, lengths=lengths, num_rows=num_rows)
+    check_tensor("scores", scores, (batch * kv_heads, None), (torch.float32,), q)
+    nmax, group = scores.shape[1], num_heads // kv_heads
+    if num_heads % kv_heads or q.stride(2) != rank:
+        raise ValueError(f"q: expected a multiple of {kv_heads} heads side by side, got {num_heads}, strides {q.stride()}")
+    if nmax > page_table.shape[1] * page_size:
+        raise ValueError(f"scores: expected at most {page_table.shape[1] * page_size} columns (the page table), got {nmax}")
+    columns = power_of_two(rows * group, 16)
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"q: expected rows * heads per kv head <= {MAX_COLUMNS}, got {rows} * {group}")
+    config = config or choose_config(batch, kv_heads, nmax, columns, q.device)
+    chunks = triton.cdiv(nmax, config.chunk)
+    stats = torch.empty(batch * kv_heads * chunks * 2 * columns, dtype=torch.float32, device=q.device)
+    options = {} if INTERPRETED else {"launch_pdl": True}
+    common = {
+        "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "BLOCK_N": config.block_n, "CHUNK": config.chunk,
+        "PAGE": page_size, "PDL": bool(options), "num_warps": config.num_warps, "num_stages": config.num_stages, **options,
+    }  # fmt: skip
+    inputs = (q, codes, page_table, lengths, num_rows, stats)
+    strides = (q.stride(0), q.stride(1), page_table.stride(0), rows, chunks)
+    scale_log2 = scale * math.log2(math.e)
+    capped = {"maxnreg": config.max_registers} if config.max_registers and not INTERPRETED else {}
+    packed_sums_kernel[(chunks, kv_heads, batch)](*inputs, *strides, scale_log2, **common, **capped)
+    packed_mass_kernel[(triton.cdiv(nmax, config.span), kv_heads, batch)](
+        *inputs, scores, *strides, nmax, scale_log2, BLOCK_C=power_of_two(chunks), SPAN=config.span, **common
+    )
+    return scores
