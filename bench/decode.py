@@ -54,6 +54,7 @@ class DecodeBench:
 
     one_kv_head = False
     last_drafts = 0  # that end a block of mode exact (0: as many as in a round)
+    check_rows = 0  # of all sequences in a dense check, packed (0: all that a block may have)
     rounds_class: type[Rounds] = Rounds
 
     def __init__(
@@ -78,6 +79,8 @@ class DecodeBench:
         self.results: list[dict[str, Any]] = []
         self.baseline: dict[tuple[int, int], float] = {}
         self.compact: CompactKeys | None = None
+        # Layers that choose in mode own; 0: all.
+        self.choosing = 0
         self.capture_seconds = 0.0
         # Mode or "draft" -> relative RMS, see decode_checks.
         self.errors: dict[str, float | None] = {}
@@ -169,7 +172,8 @@ class DecodeBench:
         elif name == "both":
             self.speculative(batch, "sparse, sparse draft", True, True, 40 * more)
         elif name == "own":
-            self.speculative(batch, "own sets, sparse draft", True, True, 40 * more, decode_own.choice(self, self.budget))
+            label = f"own sets of {self.choosing} layers" if self.choosing else "own sets"
+            self.speculative(batch, f"{label}, sparse draft", True, True, 40 * more, decode_own.choice(self, self.budget))
         elif name == "rectified":
             self.rectified(batch)
         elif name == "exact":
@@ -299,9 +303,11 @@ class DecodeBench:
               help="What to measure.")  # fmt: skip
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
 @click.option("--last-drafts", default=0, show_default=True, help="Drafts that end a block of mode exact; 0: --drafts.")
+@click.option("--check-rows", default=0, show_default=True, help="Rows of a dense check, packed; 0: all of every block.")
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
 @click.option("--one-kv-head", is_flag=True, help="As --paper-scoring, the four heads of a layer in one kv head.")
 @click.option("--target", default="7b", type=click.Choice(list(TARGETS)), show_default=True, help="Shape of the target.")
+@click.option("--choosing", default=0, show_default=True, help="Layers that choose for those after them too, mode own; 0: all.")
 @click.option("--regimes", default="", help="Also the best of every mode for these, as CONTEXTxBATCH,...; `all` is the table.")
 @click.option("--acceptance", default="auto", type=click.Choice(["auto", "measured", "geometric"]), show_default=True)
 @click.option("--text", default="", help="Kind of text of the measured histograms. Default: all.")
@@ -310,8 +316,9 @@ class DecodeBench:
 @click.option("--output", type=click.Path(path_type=Path), default=result_rows.RESULTS / "decode.jsonl", show_default=True)
 @click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
 def main(
-    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, last_drafts: int, paper_scoring: bool,
-    one_kv_head: bool, target: str, regimes: str, acceptance: str, text: str, peers: str, profile: str, output: Path, append: bool,
+    batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, last_drafts: int, check_rows: int,
+    paper_scoring: bool, one_kv_head: bool, target: str, choosing: int, regimes: str, acceptance: str, text: str, peers: str,
+    profile: str, output: Path, append: bool,
 ) -> None:  # fmt: skip
     """Decoding speed on one GPU, random weights, acceptance replayed."""
     sizes = [int(b) for b in batches.split(",") if b]
@@ -323,7 +330,8 @@ def main(
         began = time.perf_counter()
         most = max(size * (length + SLACK + 64) for length, size in [(context, b) for b in sizes] + cells)
         bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most, target, one_kv_head)
-        bench.last_drafts = last_drafts
+        bench.last_drafts, bench.check_rows = last_drafts, check_rows
+        bench.choosing = choosing
         torch.cuda.synchronize()
         plain = [row for row in earlier if row["mode"] == "ar" and row["model"] == bench.model]
         own = {(row["context"], row["batch"]): row["tokens_per_second"] for row in plain}

@@ -13,6 +13,7 @@ import click
 import torch
 
 from bench.decode_acceptance import histogram, rounds_until
+from dustin.backends.torch_triton.cuda_forward import pack
 from dustin.triton_kernels.argmax_rows import argmax_rows
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
     last = bench.last_drafts or gamma
     if block <= last:
         raise click.UsageError(f"--blocks: {block}, expected more than the {last} drafts that end a block (--last-drafts)")
+    size = bench.check_rows or batch * (block + 1)
+    if not batch * (block + 1 - last) <= size <= batch * (block + 1):
+        raise click.UsageError(
+            f"--check-rows: {size}, expected {batch * (block + 1 - last)} (no drafts) to {batch * (block + 1)} (all of a block's "
+            f"{block + 1} rows) for {batch} sequences"
+        )
     state = bench.rounds(batch, True, True, last_drafts=last)
     whole = bench.capture(state.whole)
     tables = {
@@ -36,18 +43,27 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
     tokens = torch.randint(0, 1000, (batch, block + 1), dtype=torch.int32, device=device)
     base, made = state.target_lengths.clone(), torch.zeros(batch, dtype=torch.int32, device=device)
     turn = torch.zeros(1, dtype=torch.long, device=device)
-    offsets = torch.arange(1, last + 1, device=device)[None]
+    offsets, sequences = torch.arange(1, last + 1, device=device)[None], torch.arange(batch, device=device)
 
     def check() -> None:
         drafts, _ = state.propose(last=True)
         provisional = (state.target_lengths - base).clamp_(max=block - last)
         tokens[:, :1].copy_(state.pending[:, None])
         tokens.scatter_(1, provisional.long()[:, None] + offsets, drafts)
-        logits, queries = state.dense_pass(tokens, base, provisional + (1 + last), "all")
+        fed, packed, drafts_fed = provisional + (1 + last), None, last
+        if size < tokens.numel():
+            # Where rows do not suffice for all drafts, sequences in turn go without their last ones.
+            over = (fed.sum() - size).clamp_(min=0)
+            cut = ((over + (sequences + turn) % batch) // batch).to(torch.int32)
+            fed, drafts_fed = fed - cut, last - cut
+            packed = pack(fed, block + 1, size)
+        logits, queries = state.dense_pass(tokens, base, fed, "all", packed)
         best, _ = argmax_rows(logits.flatten(0, 1))
+        if packed is not None:
+            best = best[packed.places]
         agreed, drafted = (tables[kind].index_select(0, turn)[0] for kind in ("check", "dense"))
         # The drafts count where all provisional tokens passed.
-        kept = torch.minimum(agreed, provisional) + torch.where(agreed >= provisional, drafted, 0)
+        kept = torch.minimum(agreed, provisional) + torch.where(agreed >= provisional, drafted.clamp(max=drafts_fed), 0)
         at = kept.long()[:, None]
         state.pending.copy_(best.view(batch, block + 1).gather(1, at)[:, 0])
         for layer, q in queries.items():
@@ -99,7 +115,8 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
     bench.record(
         batch, f"exact {block}", total, seconds, query_rows=block + 1, num_draft_tokens=gamma, budget=bench.budget,
         acceptance_length=round(total / checks / batch, 3), histogram=histogram(tables["check"]), exact_block=block,
-        rounds_per_check=rounds, drafts_in_check=last, check_ms=round(checked, 2), block_ms=round(1e3 * seconds / checks, 2),
+        rounds_per_check=rounds, drafts_in_check=last, check_rows=size,
+        check_ms=round(checked, 2), block_ms=round(1e3 * seconds / checks, 2),
         draft_us=round(1e3 * drafted, 1), verify_attention_us=round(1e3 * attention, 1),
         verify_gemms_us=round(1e3 * (checked - drafted - attention), 1),
     )  # fmt: skip

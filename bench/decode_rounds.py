@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dustin.backends.torch_triton.cuda_cache import PagedCache
-from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, Slots, make_slots
+from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, Packed, Slots, make_slots
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_model import CudaModel
 from dustin.backends.torch_triton.reselection import Rechoice
@@ -58,10 +58,10 @@ class Side:
 
     def run(
         self, tokens: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, slots: Slots | None, tapped: bool, logits: str,
-        again: Rechoice | None = None,
+        again: Rechoice | None = None, packed: Packed | None = None,
     ) -> tuple[torch.Tensor | None, Queries]:  # fmt: skip
         """One forward; captured queries are those of the last row unless all logits are asked for."""
-        inputs = Inputs(tokens, lengths, counts, self.cache.page_table, slots, again=again)
+        inputs = Inputs(tokens, lengths, counts, self.cache.page_table, slots, again=again, packed=packed)
         return self.forward.run(inputs, self.heads if tapped else {}, logits != "all", logits)
 
     def score(self, queries: Queries, lengths: torch.Tensor, num_rows: torch.Tensor, columns: int) -> torch.Tensor:
@@ -227,7 +227,7 @@ class Rounds:
         self.target_lengths.add_(1)
 
     def dense_pass(
-        self, tokens: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, logits: str
+        self, tokens: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, logits: str, packed: Packed | None = None
     ) -> tuple[torch.Tensor | None, Queries]:
         """tokens [B, T] densely from `starts` on, counts[b] of them: a rectification chunk or the check of `exact`."""
-        return self.target.run(tokens, starts, counts, None, True, logits)
+        return self.target.run(tokens, starts, counts, None, True, logits, packed=packed)

@@ -45,11 +45,32 @@ class Slots:
 
 
 @dataclass
+class Packed:
+    """Which rows of [B, T] go through the products of ragged sequences: `rows` [R] int64 are their places in B * T, `places`
+    [B * T] int64 where each place lies among them."""
+
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+def pack(num_tokens: torch.Tensor, max_tokens: int, size: int) -> Packed:
+    """The fed rows of num_tokens [B] int32 of up to `max_tokens` each, `size` at most; by device launches alone. Places of rows
+    that are not fed, and what lies beyond the fed ones, are some valid row."""
+    ends = num_tokens.cumsum(0)
+    starts = ends - num_tokens
+    at = torch.arange(size, device=ends.device)
+    owner = torch.searchsorted(ends, at, right=True).clamp_(max=len(ends) - 1)
+    rows = owner * max_tokens + (at - starts[owner]).clamp_(max=max_tokens - 1)
+    places = (starts[:, None] + torch.arange(max_tokens, device=ends.device)).clamp_(max=size - 1)
+    return Packed(rows, places.flatten())
+
+
+@dataclass
 class Inputs:
     """What a forward reads, all on the device: tokens [B, T] int64; lengths (before the step), num_tokens [B] int32;
     page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense); layers
     of `again` that are not among those choose their own. `set_lengths`: see Rechoice.choose, made at the first such layer;
-    `chosen` is what the last one chose, which those after it read where `again` says so."""
+    `chosen` is what the last one chose, which those after it read where `again` says so. `packed`: the rows that count."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -60,6 +81,7 @@ class Inputs:
     again: Rechoice | None = None
     set_lengths: torch.Tensor | None = None
     chosen: Slots | None = None
+    packed: Packed | None = None
 
     def slots_of(self, layer: int) -> Slots | None:
         """The set that `layer` reads."""
@@ -111,14 +133,15 @@ class DeviceForward:
     def run(
         self, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """Logits [B, T, V], [B, 1, V] or None, and for each layer of `heads` queries [B, T or 1, S, D]."""
+        """Logits [B, T, V] ([1, R, V] of packed rows), [B, 1, V] or None; of each layer of `heads` queries [B, T or 1, S, D]."""
         batch, rows = inputs.tokens.shape
         # A graph records the same inputs that were warmed up: what one run made is not there in the next.
         inputs.set_lengths = inputs.chosen = None
         if self.blocks is not None and batch * rows <= self.blocks.max_rows:
             return self._run_blocks(self.blocks, inputs, heads, last_row_only, logits)
-        eps = self.config.rms_norm_eps
-        residual = embed(inputs.tokens, self.weights.embedding, self.peers).view(batch * rows, -1)
+        eps, packed = self.config.rms_norm_eps, inputs.packed
+        tokens = inputs.tokens.flatten() if packed is None else inputs.tokens.flatten()[packed.rows]
+        residual = embed(tokens, self.weights.embedding, self.peers)
         last = None
         if last_row_only or logits == "last":
             last = (inputs.num_tokens.long() - 1).clamp_(min=0) + torch.arange(batch, device=residual.device) * rows
@@ -126,16 +149,18 @@ class DeviceForward:
         update = None
         for i, layer in enumerate(self.weights.layers):
             qkv = F.linear(add_norm(update, residual, layer.input_norm, eps), layer.qkv.weight, layer.qkv.bias)
-            q = self._turn(layer, qkv, inputs, i, i in heads)
+            q = self._turn(layer, qkv if packed is None else qkv[packed.places], inputs, i, i in heads)
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
             attended = self._attend(q, inputs, i).view(batch * rows, -1)
-            update = self._product(attended, layer.output)
+            update = self._product(attended if packed is None else attended[packed.rows], layer.output)
             update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
         if logits == "none":
             return None, queries
         x = add_norm(update, residual, self.weights.norm, eps)
-        return self._logits(x if logits == "all" else x[last], batch), queries
+        if logits == "all":
+            return self._logits(x, batch if packed is None else 1), queries
+        return self._logits(x[last if packed is None else packed.places[last]], batch), queries
 
     def _logits(self, x: torch.Tensor, batch: int) -> torch.Tensor:
         out = F.linear(x, self.head.weight, self.head.bias)

@@ -254,3 +254,40 @@ def test_a_prompt_beside_sequences_that_feed_nothing(monkeypatch):
     assert worked == [2, 1, 2, 4]
     engine = model._engine(caches[1].pool)
     assert not engine.graphs and not engine.forward._workspaces
+
+
+@interpreted
+@pytest.mark.parametrize("logits, last_row_only", [("all", False), ("last", False), ("none", True)])
+def test_packed_rows_give_what_all_rows_give(logits, last_row_only, monkeypatch):
+    from dustin.backends.torch_triton import cuda_decode
+    from dustin.backends.torch_triton.cuda_forward import Inputs, pack
+
+    monkeypatch.setattr(cuda_decode, "MAX_HIDDEN", 0)
+    _, model = make_models(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, 50, (4, 20), generator=generator)
+    tokens, counts = torch.randint(0, 50, (4, 5), generator=generator), [2, 0, 5, 1]
+    found = []
+    for size in (0, 8, 11):
+        cache = model.new_cache(4, 40)
+        model.forward(prompt, [20, 3, 9, 17], cache, logits="none")
+        fed, lengths = (torch.tensor(n, dtype=torch.int32) for n in (counts, cache.lengths))
+        packed = pack(fed, 5, size) if size else None
+        inputs = Inputs(tokens, lengths, fed, cache.page_table, packed=packed)
+        worked = []
+        with monkeypatch.context() as patch, torch.inference_mode():
+            product = torch.nn.functional.linear
+            patch.setattr(torch.nn.functional, "linear", lambda x, *rest, p=product, w=worked: w.append(len(x)) or p(x, *rest))
+            out, queries = model.device_forward(cache).run(inputs, {1: (0, 3)}, last_row_only, logits)
+        assert worked[0] == (size or 20)
+        if packed is not None and logits == "all":
+            out = out[0][packed.places].view(4, 5, -1)
+        found.append((out, queries[1]))
+    for out, queries in found[1:]:
+        for b, count in enumerate(counts):
+            if count and out is not None:
+                kept = count if logits == "all" else 1
+                assert near(out[b, :kept], found[0][0][b, :kept])
+            if count:
+                kept = 1 if last_row_only else count
+                assert near(queries[b, :kept], found[0][1][b, :kept])
