@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # A call is recorded when it comes for the third time; one round more replays it.
 _ROUNDS, _BLOCKS = 4, 2
-# Chunks of a prompt up to this many tokens are recorded, in powers of two; of larger ones each double may be a kernel of its own.
+# Chunks of a prompt up to this many tokens are recorded at once, in powers of two; larger ones may be, and compile kernels.
 _SMALL_CHUNK = 64
 # Contexts that scores are met at: each double the one before, up to this many tokens.
 _LONGEST = 32768
@@ -121,9 +121,11 @@ class _WarmUp:
     def read_prompts(self, chunks: list[int]) -> None:
         """Prompts read in pieces of each size: in their middle and at their end."""
         for chunk in chunks:
-            self._admit(0, 2 * chunk, 1)
-            self._read(chunk)
-            self._release()
+            # What is not recorded at once is when it comes again.
+            for _ in range(1 if chunk <= _SMALL_CHUNK else 2):
+                self._admit(0, 2 * chunk, 1)
+                self._read(chunk)
+                self._release()
 
     def rounds(self, plan: EngineOptions, length: int, count: int = 0) -> None:
         """Rounds of all slots (as many as recording takes, or `count`), one of which has a prompt of `length` tokens."""

@@ -19,15 +19,20 @@ from dustin.backends.torch_triton.cuda_draft import BegunSteps, DraftChain
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
 from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
+from dustin.backends.torch_triton.cuda_part import BegunCall, CachePart
 from dustin.backends.torch_triton.cuda_recent import Recent
 from dustin.backends.torch_triton.model import Peers
 from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet, Verdict
+from dustin.triton_kernels.runtime import power_of_two
 
 # Calls with more rows a sequence (prefill chunks) run eager: launches do not limit them, and their shapes vary.
 MAX_GRAPH_ROWS = 64
+# ... but for those of one prompt alone, which a server reads between the rounds of others: up to so many rows, rounded up to a
+# power of two, are recorded when they come again. Launching them takes four times as long as the work of a 1.5B model on an H200.
+PROMPT_ROWS = 1024
 # Row counts above the first are rounded up to the second where a graph may serve them: the dense checks of mode exact have
 # any number of rows up to the block's, and a graph for each would take longer to make than to use.
 EXACT_ROWS, ROW_MULTIPLE = 8, 4
@@ -55,6 +60,8 @@ class CudaModel:
         self._fitted: dict[int, compact_keys.CompactKeys] = {}
         self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
         self._engines: list[_Engine] = []
+        # Shapes of single prompts' pieces that came before.
+        self._prompts: set[tuple[Any, ...]] = set()
         self.spec = spec_of(config, weights, name)
 
     @property
@@ -121,6 +128,11 @@ class CudaModel:
         if EXACT_ROWS < rows <= MAX_GRAPH_ROWS:
             tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
         last_row_only = bool(tap and tap.last_row_only)
+        if isinstance(cache, CachePart) and batch == 1 and rows <= PROMPT_ROWS and self.use_graphs and self.peers is None:
+            wide = power_of_two(rows)
+            seen = (wide, logits, last_row_only, *heads)
+            tokens, graph = F.pad(tokens, (0, wide - rows)), seen in self._prompts
+            self._prompts.add(seen)
         variant = None if self.peers is None else self.peers.variant
         again = Rechoice.of(token_set.reselection, self.compact, cache) if token_set is not None else None
         call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant, again)
@@ -140,7 +152,7 @@ class CudaModel:
         reads, the rows of the others would be most of the work. Their outputs are zero."""
         fed = [b for b, count in enumerate(counts) if count]
         where = on_device(fed, torch.long, self.device)
-        part = _Part(cache, fed, cache.page_table[where])
+        part = CachePart(cache, fed, cache.page_table[where])
         some = self.forward(tokens[where], [counts[b] for b in fed], part, tap=tap, logits=logits)  # type: ignore[arg-type]
 
         def spread(x: torch.Tensor) -> torch.Tensor:
@@ -163,10 +175,12 @@ class CudaModel:
     ) -> tuple[torch.Tensor, Mapping[int, torch.Tensor]] | None:
         """See GreedyChain.draft_greedy. None where the steps must be taken one by one."""
         simple = token_set is None or not (token_set.by_layer or token_set.dense_layers)
-        if self.peers is not None or not simple or tokens.shape[1] > EXACT_ROWS or not any(num_tokens):
+        if self.peers is not None or not simple or not any(num_tokens):
             return None
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, "last")
         cache.check_room([n + steps - 1 if n else 0 for n in counts])
+        if tokens.shape[1] > 2:
+            tokens, counts = self._catch_up(tokens, counts, cache)
         if tokens.shape[1] == 1:
             # A round feeds one or two tokens first: one graph serves both.
             tokens = F.pad(tokens, (0, 1))
@@ -181,6 +195,30 @@ class CudaModel:
         engine.memory = engine.memory or memory
         cache.advance([n + steps - 1 if n else 0 for n in counts])
         return drafts, queries
+
+    @torch.inference_mode()
+    def forward_ahead(
+        self, tokens: torch.Tensor, num_tokens: Sequence[int], cache: PagedCache, *, tap: Tap | None = None
+    ) -> BegunCall | None:
+        """See ForwardAhead.forward_ahead. None where ranks would have to be told, or a sequence is full."""
+        full = any(n and have + n > cache.capacity for n, have in zip(num_tokens, cache.lengths, strict=True))
+        if self.peers is not None or full or not any(num_tokens):
+            return None
+        counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, "all")
+        call = _Call(self._engine(cache.pool), cache, None, heads, bool(tap and tap.last_row_only), "all")
+        return BegunCall(ForwardResult(*call.run(tokens, cache.lengths, counts, self.use_graphs)), cache)
+
+    def _catch_up(
+        self, tokens: torch.Tensor, counts: Sequence[int], cache: PagedCache
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Read all but the last token of each sequence as prompts are read, whose shapes are recorded; what is left to feed.
+
+        Only after rounds that drafted nothing is so much left: a chain for each number of rows would be recorded for its sake.
+        """
+        before = [max(0, n - 1) for n in counts]
+        last = on_device([[n] for n in before], torch.long, self.device)
+        self.forward(F.pad(tokens, (0, power_of_two(max(before)) - tokens.shape[1])), before, cache, logits="none")
+        return tokens.gather(1, last), tuple(int(n > 0) for n in counts)
 
     @torch.inference_mode()
     def draft_ahead(
@@ -219,31 +257,6 @@ class CudaModel:
         forward.head, forward.vocab_size = self._head, self.spec.vocab_size
         self._engines.append(_Engine(pool, forward, Recent(self.device)))
         return self._engines[-1]
-
-
-class _Part:
-    """Some sequences of a cache, as a call without sets sees one."""
-
-    def __init__(self, cache: PagedCache, rows: Sequence[int], page_table: torch.Tensor) -> None:
-        self.pool, self.page_table, self.batch = cache.pool, page_table, len(rows)
-        self._cache, self._rows = cache, rows
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each."""
-        return tuple(self._cache.lengths[row] for row in self._rows)
-
-    def check_room(self, num_tokens: Sequence[int]) -> tuple[int, ...]:
-        """See PagedCache.check_room."""
-        return tuple(self._cache.check_room(self._all(num_tokens))[row] for row in self._rows)
-
-    def advance(self, num_tokens: Sequence[int]) -> None:
-        """Count what was appended."""
-        self._cache.advance(self._all(num_tokens))
-
-    def _all(self, num_tokens: Sequence[int]) -> list[int]:
-        given = dict(zip(self._rows, num_tokens, strict=True))
-        return [given.get(b, 0) for b in range(self._cache.batch)]
 
 
 # Static copies of a call's sets: layer (or _SHARED) -> indices [B, k], counts [B].

@@ -140,3 +140,32 @@ def test_scores_and_sets_replayed_equal_those_launched():
     # What was returned is the caller's own.
     assert all(torch.equal(a.indices, b.indices) for _, (a, b) in kept)
     assert all(torch.equal(a[0, :700], b[0, :700]) for (a, b), _ in kept)
+
+
+def test_a_single_prompts_pieces_are_recorded_when_they_come_again():
+    from dustin.backends.torch_triton import cuda_model
+    from dustin.interfaces import Tap
+
+    _, model = make_models(torch.bfloat16)
+    tap = Tap({1: (0,)}, last_row_only=True)
+    outs, recorded = [], []
+    for graphs in (False, True):
+        model.use_graphs = graphs
+        generator = torch.Generator("cuda").manual_seed(3)
+        results = []
+        for _ in range(3):
+            cache = model.new_cache(4, 1600)
+            for rows, logits in ((300, "none"), (90, "none"), (cuda_model.PROMPT_ROWS, "none"), (70, "last")):
+                tokens = torch.randint(0, 1000, (4, rows), device="cuda", generator=generator)
+                results.append(model.forward(tokens, [0, rows, 0, 0], cache, tap=tap if logits == "last" else None, logits=logits))
+            assert cache.lengths == (0, 300 + 90 + cuda_model.PROMPT_ROWS + 70, 0, 0)
+            recorded.append(len(model._engine(cache.pool).graphs))
+            del cache
+        outs.append(results)
+    assert recorded == [0, 0, 0, 0, 4, 4]
+    for eager, graph in zip(*outs, strict=True):
+        if eager.logits is not None:
+            # A padded product may be another kernel.
+            assert relative_rms(graph.logits[1], eager.logits[1]) < 2e-2
+            assert relative_rms(graph.queries[1][1], eager.queries[1][1]) < 2e-2
+            assert not graph.logits[0].any() and graph.logits.shape == eager.logits.shape

@@ -291,3 +291,24 @@ def test_packed_rows_give_what_all_rows_give(logits, last_row_only, monkeypatch)
             if count:
                 kept = 1 if last_row_only else count
                 assert near(queries[b, :kept], found[0][1][b, :kept])
+
+
+@interpreted
+def test_a_draft_that_lags_reads_first_what_it_missed():
+    """As after rounds that drafted nothing: the chain itself begins with one token."""
+    _, model = make_models()
+    generator = torch.Generator().manual_seed(4)
+    prompt = torch.randint(0, 50, (3, 30), generator=generator)
+    fed, counts = torch.randint(0, 50, (3, 6), generator=generator), [6, 0, 3]
+    caches = [model.new_cache(3, 60) for _ in range(2)]
+    for cache in caches:
+        model.forward(prompt, [28, 20, 23], cache, logits="none")
+    expected, now, tokens = [], counts, fed
+    for _ in range(3):
+        tokens = model.forward(tokens, now, caches[0], logits="last").logits.argmax(2)
+        now = [int(n > 0) for n in counts]
+        expected.append(tokens)
+    made = model.draft_greedy(fed, counts, caches[1], 3)
+    assert caches[0].lengths == caches[1].lengths == (36, 20, 28)
+    assert torch.equal(made[0][[0, 2]], torch.cat(expected, 1)[[0, 2]])
+    assert [key[1] for key in model._engine(caches[1].pool).chain.graphs] == [2]
