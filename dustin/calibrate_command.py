@@ -29,6 +29,7 @@ _COUNT = click.IntRange(1)
 )  # fmt: skip
 @click.option("--num-draft-tokens", type=click.IntRange(1, 15), default=5, show_default=True, help="Tokens drafted a round.")
 @click.option("--max-seconds", type=click.FloatRange(1), default=240.0, show_default=True, help="Search no longer than this.")
+@click.option("--own-sets", is_flag=True, help="For sets that layers choose themselves: which layers, by which compact keys.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write. Default: the cache, by fingerprint.")
 @debug_option
 def calibrate(**values: Any) -> None:
@@ -58,6 +59,7 @@ def calibrate(**values: Any) -> None:
         allowance=values["allowance"],
         num_draft_tokens=values["num_draft_tokens"],
         seconds=values["max_seconds"],
+        own_sets=values["own_sets"],
     )
     profile = calibration.calibrate(
         session.backend, session.target, session.draft, session.tokenizer, options, note  # type: ignore[arg-type]

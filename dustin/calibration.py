@@ -13,15 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dustin import own_set_search
 from dustin.calibration_texts import documents, reference_text
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
-from dustin.interfaces import Measures, Model, Tap
+from dustin.interfaces import CompactModel, Measures, Model, Tap
 from dustin.profile_file import Profile, identity, scoring_of
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
 from dustin.retrieval_heads import HEADS_A_LAYER, best_heads, find_retrieval_heads, needle_prompts
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
+from dustin.selection import prepare
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
 
@@ -35,7 +37,8 @@ MAX_DENSE_LAYERS = 3
 @dataclass(frozen=True)
 class CalibrationOptions:
     """`context` and `tokens` are tokens a document; a round of any candidate may read the bytes of `allowance` tokens' keys and
-    values, scoring and dense layers included; `seconds` bounds the search."""
+    values, scoring and dense layers included; `seconds` bounds the search. With `own_sets` the profile is one of sets that layers
+    choose themselves."""
 
     context: int = 16384
     documents: int = 12
@@ -45,6 +48,7 @@ class CalibrationOptions:
     seconds: float = 240.0
     seed: int = 0
     prefill_chunk: int = 512
+    own_sets: bool = False
 
 
 @dataclass
@@ -78,6 +82,8 @@ class Calibrator:
     pools: bool = True
     # What the pair has used so far, where that is a profile's.
     known: Scoring | None = None
+    # For compact keys, where own sets are tried.
+    tokenizer: Tokenizer | None = None
     trials: list[Trial] = field(default_factory=list)
     single: dict[str, dict[str, float]] = field(default_factory=dict)
     _seen: dict[Any, Trial] = field(default_factory=dict)
@@ -93,7 +99,9 @@ class Calibrator:
     def measure(self, scoring: Scoring, budget: int) -> Measured:
         """The traces through this scoring's sets."""
         options = EngineOptions(budget=budget, num_draft_tokens=self.options.num_draft_tokens)
-        return self.replay.run(QuotaSelector("dustin", options, scoring), scoring.draft)
+        selector = QuotaSelector("dustin", options, scoring)
+        prepare(selector, self.target, self.tokenizer)
+        return self.replay.run(selector, scoring.draft)
 
     def trial(self, scoring: Scoring) -> Trial | None:
         """KL at equal bytes; None where scoring leaves too few tokens to read, or time is up."""
@@ -285,13 +293,23 @@ def _calibrate(
     def say(line: str) -> None:
         tell(f"[{time.perf_counter() - began:5.1f} s] {line}")
 
+    if options.own_sets and not isinstance(target, CompactModel):
+        raise UsageError(f"backend {backend.name!r} keeps no compact keys, which --own-sets calibrates: use --backend torch")
     rankings, answered = _retrieval(backend, target, draft, tokenizer, options, say)
     replay = record(backend, target, draft, tokenizer, options, say)
     ready = time.perf_counter()
     known = scoring_of(EngineOptions(), target.spec, draft.spec if draft else None)
     known = known if pools else replace(known, refresh=1)
-    calibrator = Calibrator(replay, target, draft, options, say, pools=pools, known=None if known.source == "heuristic" else known)
+    # Own sets get what is left of the time.
+    first = replace(options, seconds=options.seconds * (0.6 if options.own_sets else 1.0))
+    shares = own_set_search.held(replay) if options.own_sets else []
+    calibrator = Calibrator(replay, target, draft, first, say, pools=pools, known=None if known.source == "heuristic" else known)
+    calibrator.tokenizer = tokenizer
     start, best = calibrator.search(rankings[0], rankings[1] if draft else {})
+    shared = best
+    if options.own_sets:
+        calibrator.deadline = time.perf_counter() + max(0.4 * options.seconds, ready + options.seconds - time.perf_counter())
+        best = own_set_search.search(calibrator, best, shares, say)
     replay.close()
     spent = time.perf_counter() - began
     say(f"calibrated in {spent:.0f} s: reading {ready - began:.0f} s, {len(calibrator.trials)} scorings tried")
@@ -308,7 +326,7 @@ def _calibrate(
         "kl_of_single_layers": calibrator.single,
         "heuristic": {"budget": start.budget, **_rounded(start.numbers)},
         "chosen": {"budget": best.budget, **_rounded(best.numbers)},
-    }
+    } | ({"one_shared_set": {"budget": shared.budget, **_rounded(shared.numbers)}} if options.own_sets else {})
     fingerprints = ((target.spec.fingerprint,), (draft.spec.fingerprint,) if draft else ())
     models = {"target": identity(target.spec)} | ({"draft": identity(draft.spec)} if draft else {})
     return Profile(label, *fingerprints, replace(best.scoring, source=f"profile {label}"), models, heads, record_)

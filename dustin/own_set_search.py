@@ -1,0 +1,123 @@
+"""Calibration of sets that layers choose themselves: which layers choose, for whom else, and by how large compact keys.
+
+A layer's set may serve the layers after it, where those look at much the same tokens. How much of each layer's attention the set
+of an earlier one holds is measured once on the traces; the layers that choose are those by which all layers together keep the
+most of theirs. What is kept in the end is, as elsewhere in calibration, what has the lowest KL at equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dustin.interfaces import Tap
+from dustin.scoring import Scoring, all_heads, full_layers
+
+if TYPE_CHECKING:
+    from dustin.calibration import Calibrator, Trial
+    from dustin.interfaces import Measures, ModelSpec
+    from dustin.replay import Replay
+
+# Numbers of a compact key, and the shares of the layers that choose, which are tried.
+RANKS = (64, 32)
+PARTS = (1.0, 0.75, 0.5, 0.35, 0.25)
+# Rounds and tokens by which layers are compared.
+COMPARED_ROUNDS = 3
+COMPARED_BUDGET = 512
+
+
+def kv_heads_of(spec: ModelSpec) -> list[tuple[int, ...]]:
+    """The query heads of each kv head."""
+    group = spec.num_heads // spec.num_kv_heads
+    return [tuple(range(kv * group, (kv + 1) * group)) for kv in range(spec.num_kv_heads)]
+
+
+def held(replay: Replay, budget: int = COMPARED_BUDGET, rounds: int = COMPARED_ROUNDS) -> list[list[float]]:
+    """[i][j]: the share of the attention of full layer j, in the order of `full_layers`, that a set of `budget` tokens chosen at
+    full layer i holds, kv head by kv head: means over kv heads, sequences and a few rounds of the replay's dense reading."""
+    backend: Measures = replay.backend
+    target, cache, tap = replay.target.model, replay.target.cache, replay.target.tap
+    layers, heads = full_layers(target.spec), kv_heads_of(target.spec)
+    looked = range(0, len(replay.rounds), max(1, len(replay.rounds) // rounds))
+    sums = [[0.0] * len(layers) for _ in layers]
+    for i in looked:
+        lengths = tuple(start + i * replay.height for start in replay.start)
+        for mine in heads:
+            scores = []
+            for layer in layers:
+                want = Tap({layer: mine})
+                scores.append(
+                    backend.score(backend.narrow_queries(replay.rounds[i].queries, tap, want), want, target, cache, lengths)
+                )
+            for a, by in enumerate(scores):
+                chosen = backend.select(
+                    by, None, lengths, budget=budget, num_sink_tokens=4, num_recent_tokens=32, num_draft_selected=0
+                )
+                for b, seen in enumerate(scores):
+                    sums[a][b] += sum(backend.set_mass(chosen, seen)) / len(lengths)
+    count = len(looked) * len(heads)
+    return [[total / count for total in row] for row in sums]
+
+
+def choosing(shares: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
+    """The `count` places, the first among them, from which all places together hold the most where each serves itself and those
+    after it up to the next: by dynamic programming over `shares` as `held` gives them."""
+    size = len(shares)
+    # best[j]: of places below j, with as many chosen as the round of the loop says.
+    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * size]
+    for _ in range(min(count, size)):
+        following: list[tuple[float, tuple[int, ...]] | None] = [None] * (size + 1)
+        for end in range(1, size + 1):
+            for first in range(end):
+                before = best[first]
+                if before is None:
+                    continue
+                total = before[0] + sum(shares[first][first:end])
+                known = following[end]
+                if known is None or total > known[0]:
+                    following[end] = (total, (*before[1], first))
+        best = following
+    found = best[size]
+    return found[1] if found is not None else ()
+
+
+def candidates(scoring: Scoring, spec: ModelSpec, shares: Sequence[Sequence[float]]) -> list[Scoring]:
+    """The scoring with sets of the layers' own: chosen at all full layers or at fewer, by the ranks that a key has."""
+    layers = full_layers(spec)
+    made = []
+    for rank in (rank for rank in RANKS if rank <= spec.head_dim):
+        for part in PARTS:
+            places = choosing(shares, max(1, round(part * len(layers))))
+            chosen = [layers[place] for place in places]
+            made.append(
+                replace(
+                    scoring, reselection=all_heads(spec, chosen), reselection_rank=rank,
+                    reselection_by_kv_head=spec.num_kv_heads > 1, reselection_reuse=len(chosen) < len(layers),
+                )  # fmt: skip
+            )
+    return made
+
+
+def search(calibrator: Calibrator, best: Trial, shares: Sequence[Sequence[float]], say: Callable[[str], None]) -> Trial:
+    """The best scoring with own sets at equal bytes, whether or not it is better than `best`, which has none. Raise UsageError
+    where the bytes leave nothing to read beside them."""
+    from dustin.errors import UsageError
+
+    spec: Any = calibrator.target.spec
+    bare = replace(best.scoring, refresh=1, dense_layers=())
+    found = [made for made in (calibrator.trial(scoring) for scoring in candidates(bare, spec, shares)) if made is not None]
+    if not found:
+        raise UsageError(
+            f"the bytes of {calibrator.options.allowance} tokens leave nothing to read beside compact keys: raise --allowance"
+        )
+    for made in found:
+        again = made.scoring
+        say(
+            f"own sets of {len(again.reselection.heads)} layers, compact keys of {again.reselection_rank}: KL {made.kl:.4f} "
+            f"at budget {made.budget}"
+        )
+    winner = min(found, key=lambda made: made.kl)
+    verdict = "better" if winner.kl < best.kl else "worse"
+    say(f"own sets: KL {winner.kl:.4f}, {verdict} than {best.kl:.4f} of one shared set at equal bytes")
+    return winner
