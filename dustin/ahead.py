@@ -1,6 +1,6 @@
-"""Draft steps of the next round, begun on the device while the host still waits for this round's verdict.
+"""The next round, begun on the device while the host still waits for this round's verdict: its draft steps, or its plain step.
 
-The device knows what it kept; the host, which learns it later, asks for the next drafts only then. Meanwhile the device need not
+The device knows what it kept; the host, which learns it later, asks for the next round only then. Meanwhile the device need not
 wait. What was begun serves a round whose rows are as the verdict leaves them: it is dropped where the host cut a row otherwise.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dustin.interfaces import BegunDrafts, HostVerdict, TokenSet
+from dustin.interfaces import BegunDrafts, BegunForward, HostVerdict, TokenSet
+from dustin.sequence import Sequence as Row
 
 
 @dataclass
@@ -49,5 +50,26 @@ class Ahead:
                 and held[b] == self.known[b] + min(kept, self.steps - 1)
                 and (token_set is None or set_lengths[b] == self.set_lengths[b])
             ):
+                return False
+        return True
+
+
+@dataclass
+class PlainAhead:
+    """A plain step that was begun: row b, then of known[b] tokens, feeds the token that `verdict` (None: not yet read) gave it."""
+
+    begun: BegunForward
+    rows: tuple[Row | None, ...]
+    known: tuple[int, ...]
+    verdict: HostVerdict | None = None
+
+    def serves(self, rows: Sequence[Row], taking: set[int], held: Sequence[int]) -> bool:
+        """Whether this is the step of the rows `taking`, held[b] rows of which are in the cache."""
+        if self.verdict is None:
+            return False
+        for b in taking:
+            row, before = rows[b], self.known[b]
+            same = row is self.rows[b] and len(row.tokens) == before + 1 and held[b] == before
+            if not same or row.tokens[-1] != self.verdict.tokens[b][0]:
                 return False
         return True

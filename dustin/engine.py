@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import cast
 
+from dustin.ahead import PlainAhead
 from dustin.config import EngineOptions
 from dustin.exact import exact_block
 from dustin.interfaces import (
@@ -19,6 +20,7 @@ from dustin.interfaces import (
     Backend,
     Drafter,
     Drafts,
+    ForwardAhead,
     ForwardResult,
     HostVerdict,
     KVCache,
@@ -32,6 +34,7 @@ from dustin.interfaces import (
 )
 from dustin.planning import AutoPlanner, Look, Plan
 from dustin.prefill import chunk_of, prefill
+from dustin.rectify import rectify
 from dustin.scoring import ReadBytes
 from dustin.sequence import Event, Sequence, padded, warp_batch
 from dustin.set_memory import SetMemory
@@ -81,6 +84,7 @@ class Engine:
         self.memory = SetMemory(backend, selector, options)
         self.looks: list[Look] = []
         self._uniforms: list[list[float]] = []
+        self._ahead: PlainAhead | None = None
 
     # Start.
 
@@ -144,7 +148,8 @@ class Engine:
         mode = self.chosen.mode
         self.stats.mode_rounds[mode] += 1
         self.looks = []
-        late = mode == "ar" and self.drafter.drop()
+        late = self.drafter.drop() if mode == "ar" else self._ahead is not None
+        self._ahead = self._ahead if mode == "ar" else None
         read = self.stats.kv_bytes_read, self.stats.draft_kv_bytes_read
         try:
             events = exact_block(self) if mode == "exact" else self._round(mode)
@@ -153,7 +158,7 @@ class Engine:
             self.stats.kv_bytes_read, self.stats.draft_kv_bytes_read = read
             raise
         if mode == "rectified":
-            self._rectify()
+            rectify(self)
         elapsed = time.perf_counter() - began
         self.stats.decode_seconds += elapsed
         if self.planner is not None:
@@ -174,12 +179,20 @@ class Engine:
         choosing = sparse or (mode == "dense" and self._drafts_sparsely())
         drafts = self.draft(taking, planned, choosing)
         token_set = self.select(drafts, taking) if choosing else None
-        out = self.verify(drafts, taking, token_set if sparse else None)
+        begun, self._ahead = self._ahead, None
+        if mode == "ar" and begun is not None and begun.serves(self.rows, taking, self.target_cache.lengths):
+            counts = [int(row.row in taking) for row in self.rows]
+            self.count_verification(counts, None)
+            out = begun.begun.finish(counts)
+        else:
+            out = self.verify(drafts, taking, token_set if sparse else None)
         verdict = self.judge(drafts, out)
         self.memory.learn_verified(out.queries, verdict.num_accepted, taking)
         self.foresee(drafts, verdict, taking)
         host = self.read(verdict, out)
         self.drafter.settle(host)
+        if self._ahead is not None:
+            self._ahead.verdict = host
         self.look("dense" if planned else "plain", planned, host, taking, began)
         return self.commit(drafts, host, taking, dense=not sparse)
 
@@ -245,14 +258,19 @@ class Engine:
         return tuple(n if b in taking else self.target_cache.capacity for b, n in enumerate(self.memory.set_lengths))
 
     def foresee(self, drafts: Drafts, verdict: Verdict, taking: set[int]) -> None:
-        """Let the drafter begin the next round before the host reads this one's verdict, where its rows will want one."""
+        """Begin the next round, as far as the device can, before the host reads this one's verdict: where its rows want one."""
         going = [row.row in taking and row.remaining > 1 for row in self.rows]
         # Log-probabilities are read with the verdict, after whatever the device has been told to do.
         wanted = any(row.request.top_logprobs is not None for row in self.rows)
-        if drafts.tokens is None or wanted or not any(going) or not self.warp.greedy or self.warp.penalised:
+        if wanted or not any(going) or not self.warp.greedy or self.warp.penalised:
             return
         known = [len(row.tokens) for row in self.rows]
-        self.drafter.foresee(verdict, known, going, self._set_of_draft(taking), self._set_lengths(taking))
+        if self.chosen.mode == "ar" and isinstance(self.target, ForwardAhead):
+            begun = self.target.forward_ahead(verdict.tokens, [int(on) for on in going], self.target_cache, tap=self.tap)
+            rows = tuple(row if on else None for row, on in zip(self.rows, going, strict=True))
+            self._ahead = PlainAhead(begun, rows, tuple(known)) if begun is not None else None
+        elif drafts.tokens is not None:
+            self.drafter.foresee(verdict, known, going, self._set_of_draft(taking), self._set_lengths(taking))
 
     def select(self, drafts: Drafts, taking: set[int]) -> TokenSet | None:
         """The set of this round; None where reading everything costs no more."""
@@ -272,7 +290,7 @@ class Engine:
     def verify(self, drafts: Drafts, taking: set[int], token_set: TokenSet | None) -> ForwardResult:
         """The target over the pending token and the drafts of each row, densely without a set."""
         fed, counts = self._inflight(drafts, taking)
-        self._count_verification(counts, token_set)
+        self.count_verification(counts, token_set)
         return self.target.forward(fed, counts, self.target_cache, token_set=token_set, tap=self.tap, logits="all")
 
     def _inflight(self, drafts: Drafts, taking: set[int]) -> tuple[Array, tuple[int, ...]]:
@@ -315,7 +333,7 @@ class Engine:
             self.stats.generated_tokens += len(committed)
             events += committed
             if before > row.prompt_length:  # The first token belongs to the prefill.
-                # The pending token's own row is not yet in the cache, here as in _count_verification.
+                # The pending token's own row is not yet in the cache, here as in count_verification.
                 self.stats.kv_bytes_dense += self._kv_bytes(sum(range(before - 1, row.committed - 1)))
             if dense and row.dense_rows >= before - 1:
                 row.dense_rows = row.committed - 1
@@ -337,33 +355,6 @@ class Engine:
         self.drafter.commit(working)
         self.memory.roll_back(cache.lengths)
 
-    # Rectification.
-
-    def _rectify(self) -> None:
-        """Rows older than the interval are computed again densely, in one causal pass, and overwritten (ReSA, SpecPV)."""
-        interval = self.options.rectify_interval
-        due = {row.row for row in self.rows if row.active and row.committed - 1 - row.dense_rows >= interval}
-        if not due:
-            return
-        cache = self.target_cache
-        before = cache.lengths
-        spans = [row.tokens[row.dense_rows : row.committed - 1] if row.row in due else [] for row in self.rows]
-        cache.rollback([row.dense_rows if row.row in due else length for row, length in zip(self.rows, before, strict=True)])
-        self._count_verification([len(span) for span in spans], None)
-        out = self.target.forward(
-            self.backend.tokens(spans),
-            [len(span) for span in spans],
-            cache,
-            tap=Tap(self.tap.heads, last_row_only=True),
-            logits="none",
-        )
-        self.memory.learn_last(out.queries, due)
-        for row in self.rows:
-            if row.row in due:
-                row.dense_rows = row.committed - 1
-        self.stats.rectify_passes += 1
-        self.stats.rectified_tokens += sum(len(span) for span in spans)
-
     # Small pieces.
 
     @property
@@ -380,7 +371,7 @@ class Engine:
     def _kv_bytes(self, tokens: int) -> int:
         return tokens * self.target.spec.bytes_per_kv_token
 
-    def _count_verification(self, counts: Seq[int], token_set: TokenSet | None) -> None:
+    def count_verification(self, counts: Seq[int], token_set: TokenSet | None) -> None:
         budget = (self.chosen.budget or self.options.budget) if token_set is not None else None
         lengths = [n for count, n in zip(counts, self.target_cache.lengths, strict=True) if count]
         read = self._kv_bytes(sum(min(n, budget) if budget else n for n in lengths))

@@ -105,6 +105,8 @@ class Clock:
 
     def observe(self, size: int, seconds: float) -> None:
         """One measurement."""
+        # Less the seconds of recordings, which others may have made meanwhile, it can come out below nothing.
+        seconds = max(0.0, seconds)
         if size not in self._first:
             self._first[size] = seconds
             return

@@ -248,6 +248,25 @@ class GreedyAhead(GreedyChain, Protocol):
         ...
 
 
+class BegunForward(Protocol):
+    """A forward that a device was told to run before the host knew its tokens."""
+
+    def finish(self, num_tokens: Sequence[int]) -> ForwardResult:
+        """Its result for the rows that feed num_tokens[b] tokens (0 or 1); the cache grows by them."""
+        ...
+
+
+@runtime_checkable
+class ForwardAhead(Protocol):
+    """A model whose next plain step can begin before the host has read the tokens that it feeds. Optional."""
+
+    def forward_ahead(
+        self, tokens: Array, num_tokens: Sequence[int], cache: KVCache, *, tap: Tap | None = None
+    ) -> BegunForward | None:
+        """Begin `forward` with logits "all"; the cache's lengths stay as they are. None where that cannot be."""
+        ...
+
+
 @runtime_checkable
 class SparseAttention(Protocol):
     """Attention of T in-flight rows over a selected set: the operation that backends accelerate and parity tests compare.

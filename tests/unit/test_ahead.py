@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from dustin.ahead import Ahead  # noqa: E402
+from dustin.ahead import Ahead, PlainAhead  # noqa: E402
 from dustin.interfaces import HostVerdict  # noqa: E402
 from tests.unit.interpreted import interpreted, run_interpreted  # noqa: E402
 
@@ -39,7 +39,7 @@ def make_session(mode: str, device: str = "cpu", **changes: Any):
     table = disturbed.embedding
     table.add_(0.15 * table.std() * torch.randn(table.shape, generator=noise, device=where))
     settings = {"budget": 24, "num_sink_tokens": 2, "num_recent_tokens": 4, "exact_block": 9, "num_draft_tokens": 3}
-    options = EngineOptions(mode=mode, drafter="draft", **settings | changes)
+    options = EngineOptions(mode=mode, **{"drafter": "draft"} | settings | changes)
     models = [CudaModel(config, w, name) for w, name in ((weights, "target"), (disturbed, "draft"))]
     return Session(CudaBackend(where), models[0], None, options, models[1])
 
@@ -91,6 +91,79 @@ def test_rounds_are_those_of_steps_begun_late(mode, lengths):
     assert len(expected[1]) > 1
     wasted = counts["begun"] - counts["used"]
     assert counts["used"] >= 3 and wasted <= (2 if mode != "exact" else rounds)
+
+
+def plain_texts(session: Any, ahead: bool, lengths: tuple[int, ...], tokens: int) -> tuple[Any, int, int]:
+    """Generated tokens, bytes counted and rows cached of a run of plain rounds; rounds; steps that were begun and served."""
+    from dustin.config import RequestOptions
+
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 50, (n,), generator=generator).tolist() for n in lengths]
+    run = session._start(prompts, [RequestOptions(max_tokens=tokens - 3 * b, ignore_eos=True) for b in range(len(prompts))])
+    engine, begun, served = run.engine, session.target.forward_ahead, []
+
+    def forward_ahead(*given: Any, **more: Any) -> Any:
+        made = begun(*given, **more) if ahead else None
+        if made is not None:
+            finish = made.finish
+            made.finish = lambda counts: (served.append(counts), finish(counts))[1]
+        return made
+
+    session.target.forward_ahead = forward_ahead
+    engine.start(run.rows, run.cache)
+    while engine.active:
+        engine.step()
+    del session.target.forward_ahead
+    made = [row.generated for row in run.rows], engine.stats.kv_bytes_read, run.cache.lengths, [row.dense_rows for row in run.rows]
+    return made, engine.stats.rounds, len(served)
+
+
+@interpreted
+def test_plain_rounds_are_those_of_steps_begun_late():
+    session = make_session("ar", drafter="none")
+    expected, rounds, none = plain_texts(session, False, (30, 21), 12)
+    got, again, served = plain_texts(session, True, (30, 21), 12)
+    # All but the first round, which follows the prompt.
+    assert got == expected and rounds == again and none == 0 and served >= rounds - 2
+
+
+@pytest.mark.gpu
+def test_plain_rounds_on_a_gpu_are_those_of_steps_begun_late():
+    session = make_session("ar", "cuda", drafter="none")
+    expected, rounds, _ = plain_texts(session, False, (90, 77), 40)
+    for _ in range(2):
+        got, again, served = plain_texts(session, True, (90, 77), 40)
+        assert got == expected and rounds == again and served >= rounds - 2
+
+
+def test_a_plain_step_serves_the_rows_that_it_was_begun_for():
+    rows = [SimpleNamespace(tokens=[1, 2, 9]), SimpleNamespace(tokens=[3, 4, 5, 8])]
+    ahead = PlainAhead(BEGUN, tuple(rows), (2, 3))
+    assert not ahead.serves(rows, {0, 1}, (2, 3))
+    ahead.verdict = HostVerdict((0, 0), ((9,), (8,)), (True, True))
+    assert ahead.serves(rows, {0, 1}, (2, 3)) and ahead.serves(rows, {1}, (7, 3))
+    # Another sequence in the place of one, even with as many tokens; another token; other rows in the cache.
+    assert not ahead.serves([rows[0], SimpleNamespace(tokens=[3, 4, 5, 8])], {0, 1}, (2, 3))
+    assert not ahead.serves(rows, {0, 1}, (2, 2))
+    rows[0].tokens[-1] = 7
+    assert not ahead.serves(rows, {0, 1}, (2, 3)) and ahead.serves(rows, {1}, (2, 3))
+    rows[1].tokens.append(1)
+    assert not ahead.serves(rows, {1}, (2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("mode, lengths", [("dense", (9, 14)), ("dense", (90, 77)), ("sparse", (90, 77)), ("exact", (90, 77))])
+def test_rounds_on_a_gpu_are_those_of_steps_begun_late(mode, lengths, graphs):
+    session = make_session(mode, "cuda")
+    if not graphs:
+        session.target.use_graphs = session.draft.use_graphs = session.backend._replays.enabled = False
+    expected, none, _ = texts(session, False, lengths, 60)
+    assert none == {"begun": 0, "used": 0} and len(expected[1]) > 1
+    for _ in range(2):
+        got, counts, rounds = texts(session, True, lengths, 60)
+        assert got == expected
+        assert counts["used"] >= 10 and counts["begun"] - counts["used"] <= (2 if mode != "exact" else rounds)
 
 
 @interpreted

@@ -308,6 +308,13 @@ def test_few_numbers_of_drafts_where_each_is_recorded() -> None:
     assert {plan.exact_block for plan, *_ in run} <= {0, 7, 15, 31}
 
 
+def test_less_than_nothing_is_nothing() -> None:
+    clock = Clock()
+    for _ in range(3):
+        clock.observe(2, -0.5)
+    assert clock.measured(2) == 0.0
+
+
 def test_recording_is_a_price_of_trying_a_size_and_of_nothing_else() -> None:
     planner = AutoPlanner(SPEC, "draft", BUDGET)
     planner.choose([32_000])
