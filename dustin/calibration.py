@@ -21,7 +21,7 @@ from dustin.interfaces import CompactModel, Measures, Model, Tap
 from dustin.profile_file import Profile, identity, scoring_of
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
-from dustin.retrieval_heads import HEADS_A_LAYER, best_heads, find_retrieval_heads, needle_prompts
+from dustin.retrieval_heads import best_heads, find_retrieval_heads, needle_prompts, ranked_layers
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
 from dustin.selection import prepare
 from dustin.selectors.quota import QuotaSelector
@@ -32,6 +32,8 @@ WORTHWHILE = 0.02
 # Budgets at equal bytes go in these steps, so that a backend that keeps a graph a shape finds it again.
 STEP = 64
 MAX_DENSE_LAYERS = 3
+# Layers that are best alone, which may help beside others.
+PROMISING = 9
 
 
 @dataclass(frozen=True)
@@ -135,24 +137,23 @@ class Calibrator:
         self.say(f"heuristic: KL {start.kl:.4f} at budget {start.budget}, {start.scoring.describe()}")
         best = start if self.known is None else self.best(start, [self.known], "the profile so far", 0.0)
         best = self._pools(best)
-        best = self._layers(best, "target")
-        if self.draft is not None:
-            best = self._shares(self._layers(best, "draft"))
-        best = self._heads(best, "target", target_heads)
-        if self.draft is not None:
-            best = self._heads(best, "draft", draft_heads)
-        best = self._memory(best)
-        best = self._pools(best)
-        best = self._more_layers(best, "target")
-        if self.draft is not None:
-            best = self._more_layers(best, "draft")
-        best = self._dense_layers(best)
+        rankings = {"target": target_heads} | ({"draft": draft_heads} if self.draft is not None else {})
+        for side in rankings:
+            best = self._layers(best, side)
+        best = self._shares(best)
+        for side, ranking in rankings.items():
+            best = self._heads(best, side, ranking)
+        best = self._pools(self._memory(best))
+        for side in rankings:
+            best = self._more_layers(best, side)
         # What costs no bytes, once more for the heads that were found.
-        best = self._shares(best) if self.draft is not None else best
-        return start, self._memory(best)
+        best = self._memory(self._shares(best))
+        return start, self._dense_layers(best)
 
     def _shares(self, best: Trial) -> Trial:
-        """m."""
+        """m, where there is a draft."""
+        if self.draft is None:
+            return best
         shares = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
         return self.best(best, [replace(best.scoring, lookahead_share=m) for m in shares], "share of lookahead", 0.005)
 
@@ -194,20 +195,28 @@ class Calibrator:
         best = self.best(best, singles, f"{side} layer", 0.0)
         ranked = sorted((self._kl_of(scoring), layer) for scoring, layer in zip(singles, layers, strict=True))
         self.single[side] = {str(layer): round(kl, 4) for kl, layer in ranked if kl < float("inf")}
-        promising = [layer for _, layer in ranked[:9]]
+        promising = [layer for _, layer in ranked[:PROMISING]]
         pair = [[a, b] for a in promising[:2] for b in promising if b != a]
         best = self.best(best, [_with(best.scoring, side, all_heads(spec, sorted(p))) for p in pair], f"two {side} layers")
         return self._more_layers(best, side, promising)
 
     def _more_layers(self, best: Trial, side: str, among: Sequence[int] | None = None) -> Trial:
-        """Another layer of all heads beside those that score, as long as that helps."""
+        """Another layer of all heads beside those that score (one of `among`) as long as that helps. Without `among`: the query
+        heads of a kv head, of one of the layers that are best alone."""
         spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
-        every = tuple(range(spec.num_heads))
+        group, every = spec.num_heads // spec.num_kv_heads, tuple(range(spec.num_heads))
+        parts = [every] if among else [every[first : first + group] for first in range(0, spec.num_heads, group)]
+        layers = among or [int(layer) for layer in list(self.single.get(side, {}))[:PROMISING]]
         while True:
             have = dict(getattr(best.scoring, side).heads)
-            layers = [layer for layer in (among or full_layers(spec)[spec.num_layers // 4 :]) if layer not in have]
-            wider = [Tap(dict(sorted({**have, layer: every}.items()))) for layer in layers]
-            found = self.best(best, [_with(best.scoring, side, tap) for tap in wider], f"one more {side} layer")
+            wider = [
+                Tap(dict(sorted({**have, layer: tuple(sorted({*have.get(layer, ()), *part}))}.items())))
+                for layer in layers
+                for part in parts
+                if not set(part) <= set(have.get(layer, ())) and not (among and layer in have)
+            ]
+            what = "layer" if among else "kv head"
+            found = self.best(best, [_with(best.scoring, side, tap) for tap in wider], f"one more {side} {what}")
             if found is best:
                 return best
             best = found
@@ -314,7 +323,7 @@ def _calibrate(
     spent = time.perf_counter() - began
     say(f"calibrated in {spent:.0f} s: reading {ready - began:.0f} s, {len(calibrator.trials)} scorings tried")
     label = name or (target.spec.name + (f" + {draft.spec.name}" if draft else ""))
-    heads = {"target": _ranked(rankings[0])} | ({"draft": _ranked(rankings[1])} if draft else {})
+    heads = {"target": ranked_layers(rankings[0])} | ({"draft": ranked_layers(rankings[1])} if draft else {})
     record_ = {
         "context": calibrator.context,
         "documents": options.documents,
@@ -386,12 +395,6 @@ def _retrieval(
         rankings.append(ranking)
         answered[kind] = f"{right} of {count}"
     return rankings, answered
-
-
-def _ranked(ranking: dict[int, list[tuple[float, int]]]) -> list[list[int]]:
-    """[layer, its best heads...] of the six layers whose best heads look most at needles."""
-    mass = {layer: sum(m for m, _ in row[:HEADS_A_LAYER]) for layer, row in ranking.items()}
-    return [[layer, *best_heads(ranking, layer)] for layer in sorted(mass, key=lambda layer: -mass[layer])[:6]]
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float]:

@@ -127,3 +127,9 @@ def spans(backend: Measures, ranges: Sequence[tuple[int, int]]) -> TokenSet:
 def best_heads(ranking: dict[int, list[tuple[float, int]]], layer: int) -> tuple[int, ...]:
     """The layer's HEADS_A_LAYER best heads, in ascending order."""
     return tuple(sorted(head for _, head in ranking[layer][:HEADS_A_LAYER]))
+
+
+def ranked_layers(ranking: dict[int, list[tuple[float, int]]]) -> list[list[int]]:
+    """[layer, its best heads...] of the six layers whose best heads look most at needles."""
+    mass = {layer: sum(m for m, _ in row[:HEADS_A_LAYER]) for layer, row in ranking.items()}
+    return [[layer, *best_heads(ranking, layer)] for layer in sorted(mass, key=lambda layer: -mass[layer])[:6]]
