@@ -201,8 +201,7 @@ class Calibrator:
         return self._more_layers(best, side, promising)
 
     def _more_layers(self, best: Trial, side: str, among: Sequence[int] | None = None) -> Trial:
-        """Another layer of all heads beside those that score (one of `among`) as long as that helps. Without `among`: the query
-        heads of a kv head, of one of the layers that are best alone."""
+        """Another layer of `among` beside those that score, as long as that helps; without, a kv head of one best alone."""
         spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
         group, every = spec.num_heads // spec.num_kv_heads, tuple(range(spec.num_heads))
         parts = [every] if among else [every[first : first + group] for first in range(0, spec.num_heads, group)]
