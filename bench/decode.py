@@ -21,7 +21,7 @@ from bench import decode_acceptance, decode_checks, decode_exact, decode_own, de
 from bench import rows as result_rows
 from bench.decode_acceptance import Acceptance, histogram
 from bench.decode_peers import transformers_rate
-from bench.decode_rounds import RoundOptions, Rounds, Side
+from bench.decode_rounds import Reads, RoundOptions, Rounds, Side
 from dustin.backends.torch_triton.compact_keys import CompactKeys
 from dustin.backends.torch_triton.cuda_graphs import Captured
 from dustin.backends.torch_triton.cuda_model import CudaModel
@@ -144,6 +144,7 @@ class DecodeBench:
             "scoring": self.scoring,
             "tokens_per_second": round(rate, 1),
             "tokens_per_second_per_sequence": round(rate / batch, 2),
+            "reads": None if more.get("regime") else "one round behind",
             "baseline": "our dense autoregressive decoding with CUDA graphs",
             "acceptance": self.acceptance.label if "acceptance_length" in more else None,
             "relative_rms": self.errors.get(mode.split(" ")[0].strip(",")),
@@ -200,15 +201,15 @@ class DecodeBench:
         )  # fmt: skip
 
     def _loop(self, graph: Captured, state: Rounds, count: int) -> tuple[float, int]:
-        """Seconds and tokens of `count` replays, each followed by the one small read a round needs."""
+        """Seconds and tokens of `count` replays, with the one small read a round needs."""
         graph()
-        state.verdict.cpu()
+        reads = Reads(state.verdict)
         torch.cuda.synchronize()
         began, tokens = time.perf_counter(), 0
         for _ in range(count):
             graph()
-            host = state.verdict.tolist()
-            tokens += sum(row[0] + 1 for row in host)
+            tokens += sum(row[0] + 1 for row in reads.ask())
+        tokens += sum(row[0] + 1 for row in reads.last())
         return time.perf_counter() - began, tokens
 
     def speculative(
@@ -267,11 +268,11 @@ class DecodeBench:
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(cycles):
-            behind = [0] * batch
+            behind, reads = [0] * batch, Reads(state.verdict)
             for _ in range(rounds):
                 whole()
-                host = state.verdict.tolist()
-                behind = [n + row[0] + 1 for n, row in zip(behind, host, strict=True)]
+                behind = [n + row[0] + 1 for n, row in zip(behind, reads.ask() or [[-1]] * batch, strict=True)]
+            behind = [n + row[0] + 1 for n, row in zip(behind, reads.last(), strict=True)]
             made += sum(behind)
             for first in range(0, max(behind), RECTIFY_CHUNK):
                 starts.copy_(dense + first)

@@ -13,11 +13,19 @@ import click
 import torch
 
 from bench.decode_acceptance import histogram, rounds_until
+from bench.decode_rounds import Reads
 from dustin.backends.torch_triton.cuda_forward import pack
 from dustin.triton_kernels.argmax_rows import argmax_rows
 
 if TYPE_CHECKING:
     from bench.decode import DecodeBench
+
+
+def cut_drafts(wanted: torch.Tensor, size: int, turn: torch.Tensor) -> torch.Tensor:
+    """How many of its last drafts each sequence goes without, in turn, where wanted [B] rows are more than `size` in all."""
+    batch = len(wanted)
+    over = (wanted.sum() - size).clamp_(min=0)
+    return ((over + (torch.arange(batch, device=wanted.device) + turn) % batch) // batch).to(torch.int32)
 
 
 def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
@@ -43,7 +51,7 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
     tokens = torch.randint(0, 1000, (batch, block + 1), dtype=torch.int32, device=device)
     base, made = state.target_lengths.clone(), torch.zeros(batch, dtype=torch.int32, device=device)
     turn = torch.zeros(1, dtype=torch.long, device=device)
-    offsets, sequences = torch.arange(1, last + 1, device=device)[None], torch.arange(batch, device=device)
+    offsets = torch.arange(1, last + 1, device=device)[None]
 
     def check() -> None:
         drafts, _ = state.propose(last=True)
@@ -52,9 +60,7 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
         tokens.scatter_(1, provisional.long()[:, None] + offsets, drafts)
         fed, packed, drafts_fed = provisional + (1 + last), None, last
         if size < tokens.numel():
-            # Where rows do not suffice for all drafts, sequences in turn go without their last ones.
-            over = (fed.sum() - size).clamp_(min=0)
-            cut = ((over + (sequences + turn) % batch) // batch).to(torch.int32)
+            cut = cut_drafts(fed, size, turn)
             fed, drafts_fed = fed - cut, last - cut
             packed = pack(fed, block + 1, size)
         logits, queries = state.dense_pass(tokens, base, fed, "all", packed)
@@ -87,14 +93,16 @@ def measure(bench: DecodeBench, batch: int, block: int, checks: int) -> None:
     def run(count: int) -> tuple[float, int]:
         restart()
         total = 0
+        provisional, checked = Reads(state.verdict), Reads(made)
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(count):
             for _ in range(rounds):
                 whole()
-                state.verdict.tolist()
+                provisional.ask()
             graph()
-            total += sum(made.tolist())
+            total += sum(checked.ask())
+        total += sum(checked.last())
         return time.perf_counter() - began, total
 
     run(1)

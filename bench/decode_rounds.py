@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,6 +74,37 @@ class Side:
             num_rows=num_rows, weight=1 / len(queries),
         )  # fmt: skip
         return scores
+
+
+class Reads:
+    """The one small read of each call, a call behind: while the host looks at the tokens of one, the device makes the next.
+
+    No call depends on what the host reads; that a sequence has ended is seen one call later.
+    """
+
+    def __init__(self, source: torch.Tensor) -> None:
+        """`source` is what every call leaves, in place."""
+        self._source, self._asked = source, 0
+        self._pinned = [torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda) for _ in range(2)]
+        self._arrived = [torch.cuda.Event() for _ in range(2)] if source.is_cuda else []
+
+    def ask(self) -> list[Any]:
+        """Ask for what the call just launched leaves; what was asked for before, empty the first time."""
+        turn = self._asked % 2
+        self._pinned[turn].copy_(self._source, non_blocking=True)
+        if self._arrived:
+            self._arrived[turn].record()
+        self._asked += 1
+        return self._wait(1 - turn) if self._asked > 1 else []
+
+    def last(self) -> list[Any]:
+        """What was asked for last."""
+        return self._wait((self._asked - 1) % 2)
+
+    def _wait(self, turn: int) -> list[Any]:
+        if self._arrived:
+            self._arrived[turn].synchronize()
+        return self._pinned[turn].tolist()
 
 
 class Rounds:

@@ -79,3 +79,33 @@ def test_the_best_setting_of_a_mode_by_the_parts_of_a_round():
     dear = best_settings(replayed, parts(0.1, 50.0), 512, 4)
     assert dear["dense"]["draft"] == "dense"
     assert dear["dense"]["num_draft_tokens"] < cheap["dense"]["num_draft_tokens"]
+
+
+def test_reads_come_a_call_behind_and_none_is_lost():
+    import torch
+
+    from bench.decode_rounds import Reads
+
+    made = torch.zeros(2, dtype=torch.int32)
+    reads, seen = Reads(made), []
+    for n in range(4):
+        made.fill_(n)
+        seen += reads.ask()
+        # What comes after the question does not change the answer.
+        made.fill_(-1)
+    assert seen + reads.last() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("size", [12, 15, 17, 20])
+def test_drafts_that_no_row_is_left_for_are_cut_evenly(size):
+    import torch
+
+    from bench.decode_exact import cut_drafts
+
+    provisional, last = torch.tensor([2, 1, 4, 1], dtype=torch.int32), 2
+    wanted = provisional + 1 + last
+    for turn in range(4):
+        cut = cut_drafts(wanted, size, torch.tensor([turn]))
+        assert int((wanted - cut).sum()) == min(size, int(wanted.sum()))
+        assert int(cut.max()) - int(cut.min()) <= 1
+        assert int(cut.min()) >= 0
