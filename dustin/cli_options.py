@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from dustin.config import DRAFTERS, MODES, SELECTORS, EngineOptions, RequestOptions, SamplingOptions
+from dustin.config import DRAFTERS, FIDELITIES, MODES, SELECTORS, EngineOptions, RequestOptions, SamplingOptions
 from dustin.errors import UsageError
 from dustin.launch import tensor_parallel_option
 from dustin.models import DEFAULT, KNOWN
@@ -66,6 +66,10 @@ ENGINE: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     ),
     "reselection_reuse": (
         ("--reselection-reuse",), "Whether layers in between read the set chosen last. Default: the profile's.", {"type": bool},
+    ),
+    "fidelity": (
+        ("--fidelity",), "high: every layer's kv heads choose sets of their own. Closer to dense attention, slower.",
+        {"type": click.Choice(FIDELITIES)},
     ),
     "top_mass": (("--top-mass",), "Read no more than holds this share of the scores.", {"type": float}),
     "lookahead_lag": (("--lookahead-lag",), "1: queries of the round before. Default: as needed.", {}),
@@ -228,6 +232,8 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
     rules.append(("exact_block", mode == "auto" and by_itself, "needs --mode exact, or a draft model in auto"))
     if drafter == "none" or (mode == "exact" and drafter == "auto" and not values["draft_model"]):
         rules.append(("num_draft_tokens", True, "has no effect: nothing drafts here"))
+    if values["selector"] not in ("dustin", "history", "lookahead", "specattn"):
+        rules.append(("fidelity", True, f"has no effect with --select {values['selector']}, whose sets are its own"))
     if values["selector"] != "dustin":
         rules.append(("lookahead_share", True, f"has no effect with --select {values['selector']}"))
     if not values["draft_model"]:
@@ -242,6 +248,6 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 _NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}
 _SPARSE = (
     "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers",
-    "reselection_layers", "reselection_rank", "reselection_by_kv_head", "reselection_reuse", "top_mass",
+    "reselection_layers", "reselection_rank", "reselection_by_kv_head", "reselection_reuse", "fidelity", "top_mass",
 )  # fmt: skip
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")

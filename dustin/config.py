@@ -11,6 +11,7 @@ from dustin.errors import UsageError
 
 MODES = ("auto", "ar", "dense", "sparse", "rectified", "exact")
 DRAFTERS = ("auto", "draft", "self", "lookup", "none")
+FIDELITIES = ("standard", "high")
 SELECTORS = ("dustin", "history", "lookahead", "specattn", "streaming", "h2o", "snapkv", "quest", "oracle", "dense")
 # Those that a program added by dustin.add_selector: name -> what makes one.
 ADDED_SELECTORS: dict[str, Callable[..., Any]] = {}
@@ -101,7 +102,9 @@ class EngineOptions:
     `profile` is a file of scoring heads that `dustin calibrate` wrote, `auto` (the one of this pair, else the heuristic) or
     `none`. `dense_layers` ignore the set; `reselection_layers` choose sets of their own by the rows in flight, over compact keys
     of `reselection_rank` numbers (0: whole keys), with `reselection_by_kv_head` one for each kv head; with `reselection_reuse`
-    the layers up to the next of these read what it chose. None takes the profile's. `top_mass` cuts each set to what holds that share of the scores, so that the budget is only the most.
+    the layers up to the next of these read what it chose. None takes the profile's. `fidelity` "high" lets every layer choose so
+    where neither options nor profile say which do. `top_mass` cuts each set to what holds that share of the scores, so that the
+    budget is only the most.
     `lookahead_lag` 1 uses the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
     `exact_block` is how many tokens one dense check covers: provisional ones, then drafts. A row drafts no more once the
     chance that its run of drafts is kept falls below `min_draft_confidence` (0: off). `relaxed_weight` w and `route_confidence`
@@ -123,6 +126,7 @@ class EngineOptions:
     reselection_rank: int | None = None
     reselection_by_kv_head: bool | None = None
     reselection_reuse: bool | None = None
+    fidelity: str = "standard"
     top_mass: float | None = None
     lookahead_lag: int | None = None
     rectify_interval: int = 256
@@ -155,6 +159,7 @@ class EngineOptions:
             layers = getattr(self, name) or ()
             require(name, layers, all(layer >= 0 for layer in layers), "layers from 0 on")
         require("reselection_rank", self.reselection_rank, self.reselection_rank in (None, 0, 32, 64), "0 (whole keys), 32 or 64")
+        require("fidelity", self.fidelity, self.fidelity in FIDELITIES, "one of " + ", ".join(FIDELITIES))
         require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")
         require("lookahead_lag", self.lookahead_lag, self.lookahead_lag in (None, 0, 1), "0 or 1")
         require("rectify_interval", self.rectify_interval, self.rectify_interval >= 1, "1 or more tokens")

@@ -22,7 +22,7 @@ from dustin.profile_file import scoring_of
 from dustin.resolving import resolve
 from dustin.responses import GenerationResponse, GenerationResult
 from dustin.scoring import Scoring
-from dustin.selection import create_selector, prepare
+from dustin.selection import create_selector, prepare, with_fidelity
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.stats import Stats
 from dustin.text import TextStream, Tokenizer, check_compatible, prompt_items
@@ -206,7 +206,7 @@ class Session:
 
     def make_engine(self, kind: type[AnyEngine], options: EngineOptions, stats: Stats) -> AnyEngine:
         """An engine of this kind over the session's models, with options as `resolve` gives them."""
-        scoring = self._scoring(options)
+        scoring = with_fidelity(options, self._scoring(options), self.target)
         selector = create_selector(options, scoring, self.target.spec)
         prepare(selector, self.target, self.tokenizer)
         drafter = self._drafter(options, stats, scoring)

@@ -8,15 +8,17 @@ from dataclasses import replace
 from dustin.config import ADDED_SELECTORS, SELECTORS, EngineOptions
 from dustin.errors import UsageError
 from dustin.interfaces import CompactModel, Model, ModelSpec, Selector, Tap
-from dustin.scoring import Scoring, default_tap, draft_tap, full_layers, heuristic, target_tap
+from dustin.scoring import Scoring, all_heads, default_tap, draft_tap, full_layers, heuristic, target_tap
 from dustin.selectors import peers
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
 
-__all__ = ["add_selector", "create_selector", "default_tap", "draft_tap", "heuristic", "prepare", "target_tap"]
+__all__ = ["add_selector", "create_selector", "default_tap", "draft_tap", "heuristic", "prepare", "target_tap", "with_fidelity"]
 
 # Tokens of the language reference that compact keys are fitted to.
 FITTING_TOKENS = 2048
+# Numbers of a compact key.
+COMPACT_RANKS = (32, 64)
 
 _SCORING_LAYERS = {
     "streaming": peers.StreamingSelector,
@@ -65,6 +67,20 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
             raise UsageError(f"selector {name!r} looks at every layer: create_selector needs the target's spec")
         return _EVERY_LAYER[name](name, options, scoring, full_layers(spec), spec.num_heads)
     return _SCORING_LAYERS.get(name, QuotaSelector)(name, options, scoring)
+
+
+def with_fidelity(options: EngineOptions, scoring: Scoring, target: Model) -> Scoring:
+    """The scoring, with sets of the layers' own where `--fidelity high` asks for them and neither options nor profile say which:
+    of every full layer, by kv head and the largest compact keys. Raise UsageError where the model keeps none."""
+    spec, chosen = target.spec, options.reselection_layers is not None or scoring.reselection.heads
+    if options.fidelity != "high" or chosen:
+        return scoring
+    if not isinstance(target, CompactModel):
+        raise UsageError("fidelity is 'high', but this backend keeps no compact keys: leave --fidelity out, or use --backend torch")
+    return replace(
+        scoring, reselection=all_heads(spec, full_layers(spec)), reselection_by_kv_head=spec.num_kv_heads > 1,
+        reselection_rank=max((rank for rank in COMPACT_RANKS if rank <= spec.head_dim), default=0), reselection_reuse=False,
+    )  # fmt: skip
 
 
 def prepare(selector: Selector, target: Model, tokenizer: Tokenizer | None) -> None:

@@ -63,8 +63,8 @@ class QuotaSelector(BaseSelector):
         rows = 1 if options.lookahead_lag == 1 else RESELECTION_ROWS
         windows = (options.num_sink_tokens, options.num_recent_tokens)
         scoring = self._scoring
-        how = (scoring.reselection_rank, scoring.reselection_by_kv_head, scoring.reselection_reuse)
-        return Reselection(tap.heads, options.budget, *windows, rows, *how)
+        by_kv_head, reuse = scoring.reselection_by_kv_head, scoring.reselection_reuse
+        return Reselection(tap.heads, options.budget, *windows, rows, scoring.reselection_rank, by_kv_head, reuse)
 
     @property
     def compact_rank(self) -> int:

@@ -363,6 +363,36 @@ def test_the_selector_asks_for_it_and_counts_it():
     assert all_heads(spec, [0, 3]) == scoring.reselection
 
 
+def test_high_fidelity_is_sets_of_every_layers_kv_heads(tmp_path):
+    """The named option is the three long ones; a profile or --reselection-layers that say which layers choose come first."""
+    from dustin.config import EngineOptions, RequestOptions
+    from dustin.errors import UsageError
+    from dustin.generation import load
+    from dustin.scoring import Scoring
+    from dustin.selection import with_fidelity
+    from tests import tiny_model
+
+    folder = tiny_model.write(tmp_path / "model", num_hidden_layers=3, head_dim=32, hidden_size=64)
+    prompt = [(11 * i * i + 5 * i) % 200 + 3 for i in range(150)]
+    common = {"mode": "sparse", "drafter": "lookup", "selector": "history", "budget": 48, "profile": "none"}
+    long = {"reselection_layers": (0, 1, 2), "reselection_rank": 32, "reselection_by_kv_head": True}
+    made = {}
+    for name, more in (("named", {"fidelity": "high"}), ("long", long), ("standard", {})):
+        session = load(str(folder), None, device="cpu", dtype="float32", options=EngineOptions(**common, **more))
+        made[name] = session.generate(prompt, RequestOptions(max_tokens=24, ignore_eos=True))
+    assert made["named"].tokens == made["long"].tokens
+    assert made["named"].stats.scoring == made["long"].stats.scoring != made["standard"].stats.scoring
+    assert "chosen anew at layers 0-2 by kv head by compact keys of 32" in made["named"].stats.scoring
+    given = Scoring(Tap({}), Tap({}), reselection=Tap({1: (0,)}))
+    assert with_fidelity(EngineOptions(fidelity="high"), given, session.target) is given
+    some = EngineOptions(fidelity="high", reselection_layers=(1,))
+    assert with_fidelity(some, Scoring(Tap({}), Tap({})), session.target) == Scoring(Tap({}), Tap({}))
+    with pytest.raises(UsageError, match="fidelity is 'high', but this backend keeps no compact keys"):
+        with_fidelity(EngineOptions(fidelity="high"), Scoring(Tap({}), Tap({})), dataclasses.make_dataclass("M", ["spec"])(None))
+    with pytest.raises(UsageError, match="fidelity is 'higher', expected one of standard, high"):
+        EngineOptions(fidelity="higher")
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_engines_run_with_it_and_exact_stays_exact(tmp_path, lag):
     from dustin.config import EngineOptions, RequestOptions
