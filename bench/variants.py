@@ -59,6 +59,7 @@ VARIANTS = (
     Variant("twice the budget", budget=2),
     Variant("four times the budget", budget=4),
     Variant("eight times the budget", budget=8),
+    Variant("layer 7 dense", changes={"dense_layers": (7,)}),
     Variant("own sets (compact keys) with twice the budget", "heuristic+every1c64kv", budget=2),
     Variant("own sets (whole keys)", "heuristic+every1kv"),
     Variant("lookahead decay .85", changes={"lookahead_decay": 0.85}),
