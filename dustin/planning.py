@@ -25,8 +25,9 @@ _MIN_KV_SHARE = 0.4
 _MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.15
 # Plain decoding is timed where it would win if the card's cost model had it too slow by this factor.
 _MODEL_DOUBT = 1.25
-# A settled plan is thought over every so many rounds, the older the rarer: thinking takes a fraction of a millisecond.
-_THINK_ROUNDS, _THINK_LATER, _SETTLED_ROUNDS = 4, 16, 32
+# A plan is thought over after so many rounds, then whenever it is twice as old, at last every so many: thinking takes a
+# millisecond or two, a third of a short round.
+_THINK_ROUNDS, _THINK_LATER = 4, 24
 # Checked tokens from which on a budget counts as known.
 _KNOWN_TOKENS = 100.0
 # Agreement is known to a hundredth, which is several hundredths of speed: a budget is left for a clear gain only.
@@ -75,7 +76,7 @@ class AutoPlanner:
         self._habits: Habits | None = None
         self._costs: Costs | None = None
         self._plan = Plan("ar")
-        self._now, self._settled = 0.0, 0
+        self._now, self._settled, self._think_at = 0.0, 0, 0
         self._seen_at: dict[tuple[str, int], float] = {}
         self._next_look, self._looking = 0.0, False
         self._again: Plan | None = None
@@ -107,11 +108,7 @@ class AutoPlanner:
         self._settled = self._settled + 1 if costs is self._costs else 0
         self._costs = costs
         self._length, self._batch = sum(lengths) / len(lengths), len(lengths)
-        every = _THINK_ROUNDS if self._settled < _SETTLED_ROUNDS else _THINK_LATER
-        if self._plan.mode == "exact":
-            # A block is several rounds.
-            every //= 4
-        if self._settled % every and not self._looking and self._plan in self._forecast:
+        if 0 < self._settled < self._think_at and not self._looking and self._plan in self._forecast:
             return self._plan
         budgets = self._known_budgets(lengths)
         look = self._again or self._unmeasured(budgets) or self._look_again(budgets)
@@ -122,6 +119,9 @@ class AutoPlanner:
         if self._plan != before:
             # A new plan is thought over soon: it may cost more than was foretold.
             self._settled = 0
+        # A block is several rounds.
+        rounds = 4 if self._plan.mode == "exact" else 1
+        self._think_at = self._settled + max(_THINK_ROUNDS // rounds, min(_THINK_LATER // rounds, self._settled))
         return self._plan
 
     def _known_budgets(self, lengths: Sequence[int]) -> list[int]:
