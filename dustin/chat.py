@@ -33,6 +33,8 @@ from dustin.status_line import StatusLine, quiet_keyboard, status_text
 from dustin.terminal import check_text, note, prefill_bar, printable, read_file
 
 _PATIENCE_SECONDS = 0.7
+# Conversations begin in caches of about this size.
+_WARM_TOKENS = 4096
 
 
 class _Stopped(Exception):
@@ -66,20 +68,42 @@ class Interrupt:
 
 
 class Chat:
-    """The loop: read a message, write the answer. `failure` is the exit code of the last turn that failed."""
+    """The loop: read a message, write the answer. `failure` is the exit code of the last turn that failed.
+
+    While a person types the first message a GPU warms up.
+    """
 
     def __init__(self, conversation: Conversation, reader: Reader, verbose: bool) -> None:
         self.conversation, self.reader, self.verbose = conversation, reader, verbose
+        self.warming: Any = None
         self.terminal = sys.stdin.isatty()
         self.failure = 0
 
     def run(self) -> None:
         """Until /quit or the end of input."""
+        if self.terminal and getattr(self.conversation.session.backend, "warms_up", False):
+            from dustin.warm_up import WhileWaiting
+
+            self.warming = WhileWaiting(self.conversation.session, _WARM_TOKENS)
+        try:
+            self._turns()
+        finally:
+            self._ready()
+
+    def _ready(self) -> None:
+        """The session is this thread's again."""
+        warming, self.warming = self.warming, None
+        if warming is not None:
+            warming.stop()
+
+    def _turns(self) -> None:
         interrupted = False
         while True:
             try:
                 text = self.reader.read().strip()
                 interrupted = False
+                if text:
+                    self._ready()
                 if text == "/multi":
                     self.answer(gather(self.reader).strip("\n"))
                 elif is_command(text):

@@ -4,14 +4,16 @@ are recorded. Engine, caches and counts are its own and are dropped: what stays 
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
+from dustin.errors import DustinError
 from dustin.planning import few_drafts
-from dustin.prefill import shared_chunk
+from dustin.prefill import chunk_of, shared_chunk
 from dustin.sequence import Sequence
 from dustin.slots import SlotEngine
 from dustin.stats import Stats
@@ -93,6 +95,30 @@ def slot_context(session: Session, options: EngineOptions) -> int:
     if options.max_kv_size is not None:
         rooms.append(options.max_kv_size)
     return min(rooms)
+
+
+class WhileWaiting:
+    """Warming up in a thread of its own, for one call at a time, while nobody uses the session: until it is done or `stop`ped."""
+
+    def __init__(self, session: Session, context: int) -> None:
+        """`context` tokens of prompt and answer, less where the models hold less."""
+        self._going = True
+        self._thread = threading.Thread(target=self._run, args=(session, context), name="warm-up", daemon=True)
+        self._thread.start()
+
+    def _run(self, session: Session, context: int) -> None:
+        try:
+            options = session.resolve()
+            room = min(context, slot_context(session, options))
+            chunk = chunk_of(options.prefill_chunk, session.backend, 1)
+            warm_up(session, options, 1, room, (chunk,), lambda: self._going)
+        except (DustinError, RuntimeError, ValueError):
+            pass  # What fails here fails again, and says so, when it is asked for.
+
+    def stop(self) -> None:
+        """Return once the session is free: after the call that is under way."""
+        self._going = False
+        self._thread.join()
 
 
 class _WarmUp:

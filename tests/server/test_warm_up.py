@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,3 +221,46 @@ def test_longer_contexts_are_met_but_not_recorded(monkeypatch: pytest.MonkeyPatc
     assert all(reached >= 1 for *_, reached, _ in made)
     few = max(ran for _, length, _, ran in made if length > 136)
     assert few < min(ran for _, length, _, ran in made if length == 136)
+
+
+def test_while_a_person_types_until_the_session_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chat's session warms up beside the first message, and is alone when that is answered."""
+    from dustin import chat as chat_module
+
+    inside, log = threading.Event(), []
+
+    def warm_up(session: Any, options: Any, slots: int, context: int, chunks: Any, going: Any) -> float:
+        log.append(("warm", slots, context))
+        inside.set()
+        while going():
+            threading.Event().wait(0.01)
+        log.append("stopped")
+        raise MemoryLimitError("no room")
+
+    monkeypatch.setattr(warm_up_module, "warm_up", warm_up)
+    session = toy_session()
+    monkeypatch.setattr(type(session.backend), "warms_up", True, raising=False)
+
+    class Reader:
+        lines = iter(["", "hello", "again"])
+
+        def read(self) -> str:
+            assert inside.wait(20)
+            line = next(self.lines, None)
+            if line is None:
+                raise EOFError
+            return line
+
+    conversation = SimpleNamespace(session=session)
+    loop = chat_module.Chat(conversation, Reader(), verbose=False)  # type: ignore[arg-type]
+    loop.terminal = True
+    loop.answer = log.append  # type: ignore[method-assign]
+    loop.run()
+    room = min(4096, warm_up_module.slot_context(session, session.resolve()))
+    assert log == [("warm", 1, room), "stopped", "hello", "again"]
+    # In a pipe the first message is there already.
+    del log[:]
+    Reader.lines = iter(["hello"])
+    loop.terminal = False
+    loop.run()
+    assert log == ["hello"]
