@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.fidelity_documents import TASKS, Document, suffix
+from dustin.cli_options import LayerList
 from dustin.config import EngineOptions, RequestOptions
 from dustin.engine import Engine
 from dustin.generation import Session
@@ -110,17 +111,20 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
 
     With `/8` all tokens are scored every 8th round, in between a pool of POOL. With `+every4` the rows in flight choose anew at
     every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers, with
-    `kv` at the end each kv head its own.
+    `kv` at the end each kv head its own. `+at0-4,7` instead names the layers, which then choose for those after them too.
     """
-    if "+every" in name:
-        first, _, again = name.partition("+every")
+    kind = "+every" if "+every" in name else "+at"
+    if kind in name:
+        first, _, again = name.partition(kind)
         by_kv_head, again = again.endswith("kv"), again.removesuffix("kv")
-        step, _, rank = again.partition("c")
+        which, _, rank = again.partition("c")
         spec = session.target.spec
-        layers = full_layers(spec)[int(step) // 2 :: int(step)]
-        scoring = named_scoring(first, session, profiles)
-        how = {"reselection_rank": int(rank or 0), "reselection_by_kv_head": by_kv_head}
-        return replace(scoring, reselection=all_heads(spec, layers), **how)
+        step = int(which) if kind == "+every" else 0
+        layers = full_layers(spec)[step // 2 :: step] if step else LayerList().convert(which, None, None)
+        return replace(
+            named_scoring(first, session, profiles), reselection=all_heads(spec, layers), reselection_rank=int(rank or 0),
+            reselection_by_kv_head=by_kv_head, reselection_reuse=not step,
+        )  # fmt: skip
     if name.endswith("/8"):
         return replace(named_scoring(name[:-2], session, profiles), refresh=8, pool=POOL)
     target, draft = session.target.spec, session.draft.spec if session.draft else None

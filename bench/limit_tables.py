@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench import rows
+from dustin.cli_options import LayerList
 
 LIMITS, OWN = rows.RESULTS / "limits.jsonl", rows.RESULTS / "own_sets.jsonl"
 # Tracks of questions, all of them first.
@@ -52,11 +53,13 @@ def _label(row: dict[str, Any]) -> str:
     heads = row["heads"]
     if row["selector"] != "dustin":
         what = row["selector"]
-    elif "+every" in heads:
+    elif "+every" in heads or "+at" in heads:
         what = "own sets" + (" by kv head" if heads.endswith("kv") else "")
-        rank = heads.partition("+every")[2].removesuffix("kv").partition("c")[2]
+        which, _, rank = heads.partition("+every" if "+every" in heads else "+at")[2].removesuffix("kv").partition("c")
         what += f", compact keys of {rank}" if rank else ", whole keys"
         what += " in every 2nd layer, `dustin`'s in the others" if "+every2" in heads else ""
+        if "+at" in heads:
+            what += f", {len(LayerList().convert(which, None, None))} layers choose for all"
     else:
         what = f"`dustin`, {heads}"
     if row.get("bytes_of_budget"):

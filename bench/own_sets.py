@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,15 +36,20 @@ CELLS = (
     Cell("dustin", "none+every1c32kv", 1024),
 )
 FURTHER = (
-    Cell("dustin", "none+every1c64kv", 512),
-    Cell("dustin", "none+every1c64kv", 0, bytes_of=3072),
-    Cell("dustin", "heuristic", 0, bytes_of=3072),
-    Cell("oracle by layer", "heuristic", 1024),
+    Cell("dustin", "none+at{}c64kv", 1024),
     Cell("dustin", "none+every1c64kv", 2048),
+    Cell("dustin", "none+at{}c64kv", 2048),
+    Cell("dustin", "none+every1c64kv", 4096),
     Cell("dustin", "heuristic", 2048),
+    Cell("dustin", "heuristic", 4096),
+    Cell("dustin", "none+every1c64kv", 512),
+    Cell("oracle by layer", "heuristic", 1024),
     Cell("dustin", "heuristic+every2c64kv", 1024),
 )
-ASKED = ("heuristic", "heuristic+every1c64kv", "heuristic+every1c64")
+# Half of the layers of the pair's target, which choose for those after them too (see `dustin calibrate --own-sets`).
+CHOOSING = "0-4,6-8,10,14-16,20,26"
+ASKED = (("heuristic", 512), ("heuristic+every1c64kv", 512), ("heuristic+every1c64kv", 1024), ("heuristic+at{}c64kv", 512))
+PARTS = {"chat": CELLS, "text": CELLS[:6], "further": FURTHER}
 TRACKS = ("chat", "text", "further", "questions", "acceptance", "drift")
 # Shares of a context's time; none for `drift`, which runs at one context.
 WEIGHTS = {"chat": 0.25, "text": 0.15, "further": 0.2, "questions": 0.45, "acceptance": 0.2, "drift": 0.3}
@@ -59,6 +65,7 @@ OWN = "heuristic+every1c64kv"
 @click.option("--questions", default=8, show_default=True, help="Questions a document and context.")
 @click.option("--at-once", type=click.IntRange(1), default=24, show_default=True, help="Questions of a batch, longest context.")
 @click.option("--drift-tokens", default=1025, show_default=True, help="Tokens of the drift track.")
+@click.option("--choosing", default=CHOOSING, show_default=True, help="Layers that choose for those after them too.")
 @click.option("--gamma", type=click.IntRange(1, 15), default=5, show_default=True)
 @click.option("--tracks", default=",".join(TRACKS), show_default=True, help="Parts to run, in this order.")
 @click.option("--seconds", default=3600.0, show_default=True, help="Leave out what does not fit in this time, loading included.")
@@ -123,18 +130,18 @@ def _part(bench: Bench, pair: Pair, context: int, name: str, until: float, known
         else:
             replay, texts = chat_replay(pair, context, opts["tokens"], gamma, known[0] if known else None)
             known.append(texts)
-        cells = {"chat": CELLS, "text": CELLS[:6], "further": FURTHER}[name]
-        bench.replays(replay, context, "text" if name == "text" else "chat", fitting(list(cells), context), until)
+        cells = [replace(cell, heads=cell.heads.format(opts["choosing"])) for cell in PARTS[name]]
+        bench.replays(replay, context, "text" if name == "text" else "chat", fitting(cells, context), until)
         replay.close()
 
 
 def _questions(bench: Bench, pair: Pair, context: int, until: float) -> None:
     """Questions by whole engines, dense attention first."""
-    budget = 512 if context > SHORT else 128
-    ways = []
-    for mode, heads in (("dense", "heuristic"), *(("sparse", name) for name in ASKED)):
+    ways, part = [], 1 if context > SHORT else 4
+    for mode, heads, budget in (("dense", *ASKED[0]), *(("sparse", *way) for way in ASKED)):
+        heads = heads.format(bench.opts["choosing"])
         scoring = named_scoring(heads, bench.session, {})
-        ways.append(Way(f"{mode} {heads}", mode, "dustin", scoring, heads, budget))
+        ways.append(Way(f"{mode} {heads} {budget // part}", mode, "dustin", scoring, heads, budget // part))
     bench.tasks(pair, context, ways, until)
 
 

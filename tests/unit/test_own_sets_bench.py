@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def bench(models: list[str], out: Path, *more: str) -> Any:
     args = ["--model", models[0], "--draft-model", models[1], "--device", "cpu", "--dtype", "float32", "--documents", "1"]
-    args += ["--tokens", "8", "--at-once", "8", "--drift-tokens", "26", "--out", str(out)]
+    args += ["--tokens", "8", "--at-once", "8", "--drift-tokens", "26", "--choosing", "0", "--out", str(out)]
     return CliRunner().invoke(own_sets.main, [*args, "--contexts", ",".join(map(str, CONTEXTS)), *more])
 
 
@@ -58,8 +58,10 @@ def test_every_part_has_its_rows(made: list[dict[str, Any]]) -> None:
             if not cell.bytes_of:
                 assert ("chat", cell.selector, cell.heads, cell.budget // part) in replayed
         assert ("text", "dustin", own_sets.CELLS[1].heads, 1024 // part) in replayed
-        asked = {(row["mode"], row["heads"]) for row in mine if row["track"] == "tasks"}
-        assert asked == {("dense", "heuristic"), *(("sparse", heads) for heads in own_sets.ASKED)}
+        asked = {(row["mode"], row["heads"], row["budget"]) for row in mine if row["track"] == "tasks"}
+        ways = [(heads.format("0"), budget // part) for heads, budget in own_sets.ASKED]
+        assert asked == {("dense", *ways[0]), *(("sparse", *way) for way in ways)}
+        assert ("chat", "dustin", "none+at0c64kv", 1024 // part) in replayed
         accepted = [row for row in mine if row.get("what") == "acceptance"]
         assert [(row["mode"], row["heads"], row["sparse_draft"]) for row in accepted] == [
             ("dense", "heuristic", True), ("sparse", own_sets.OWN, True), ("sparse", own_sets.OWN, False),
@@ -82,6 +84,7 @@ def test_the_tables_name_every_form(made: list[dict[str, Any]], tmp_path: Path, 
     out.write_text("".join(json.dumps(row) + "\n" for row in made))
     monkeypatch.setattr(limit_tables, "OWN", out)
     assert "own sets by kv head, compact keys of 64, k=256" in limit_tables.own_sets()
+    assert "own sets by kv head, compact keys of 64, 1 layers choose for all, k=256" in limit_tables.own_sets()
     asked = limit_tables.own_sets_questions()
     assert "own sets by kv head, compact keys of 64, k=128" in asked
     assert "tasks 1400" in asked
