@@ -49,6 +49,10 @@ def _run(made: list[dict[str, Any]]) -> str:
     extra = f" {first['note']}" if first["note"] else ""
     draft = f" with {first['draft']} as draft" if first.get("draft") else ""
     where = first["device"] if first.get("device", "cpu") != "cpu" else f"{first['processor']}, {first['threads']} threads"
+    if first.get("warm_up_s"):
+        ready, warm = ([row[name] for row in made] for name in ("ready_s", "warm_up_s"))
+        spans = (f"{min(seconds):.0f} to {max(seconds):.0f} s" for seconds in (ready, warm))
+        extra = " Ready after {}, {} of it warming up.".format(*spans) + extra
     note = (
         f"{first['requests']} chats of about {first['context']} prompt tokens and up to {first['max_tokens']} new ones, "
         f"greedy, {first['model']}{draft}, {first['dtype']}, {where}; "
