@@ -22,7 +22,9 @@ from bench.fidelity_run import Bench, load_pair
 from dustin import add_selector
 from dustin.config import EngineOptions
 from dustin.interfaces import Array, KVCache, Model, SelectionContext, Tap, TokenSet
+from dustin.own_layers import with_layers
 from dustin.scoring import Scoring, full_layers
+from dustin.selection import largest_rank
 from dustin.selectors.peers import OracleSelector
 from dustin.selectors.quota import QuotaSelector
 
@@ -35,7 +37,8 @@ QUESTION_ROWS = 32
 class Variant:
     """`heads` name the scoring, `changes` what is replaced in it, `options` those of the engine. `maxima`: scores are maxima
     over the draft's rows (`rows`), over layers and kv heads (`heads`) or both, not means. `question`: the scores of the
-    prompt's last rows are added to the history in every round (`kept`) or where it begins (`start`)."""
+    prompt's last rows are added to the history in every round (`kept`) or where it begins (`start`). Layers `own` choose sets of
+    their own by kv head and compact keys."""
 
     name: str
     heads: str = "heuristic"
@@ -45,6 +48,7 @@ class Variant:
     maxima: str = ""
     question: str = ""
     oracle: str = ""
+    own: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,6 +64,11 @@ VARIANTS = (
     Variant("four times the budget", budget=4),
     Variant("eight times the budget", budget=8),
     Variant("layer 7 dense", changes={"dense_layers": (7,)}),
+    Variant("own sets of layer 7", own=(7,)),
+    Variant("own sets of layers 7 and 14", own=(7, 14)),
+    Variant("own sets of layers 1 and 7 and 14 and 19", own=(1, 7, 14, 19)),
+    Variant("own sets of layer 19", own=(19,)),
+    Variant("as shipped with own sets of layer 7", "profile", own=(7,)),
     Variant("own sets (compact keys) with twice the budget", "heuristic+every1c64kv", budget=2),
     Variant("own sets (whole keys)", "heuristic+every1kv"),
     Variant("lookahead decay .85", changes={"lookahead_decay": 0.85}),
@@ -210,7 +219,9 @@ def _made(session: Any, variant: Variant, name: str, options: EngineOptions, sco
 
 
 def _scoring(bench: Bench, variant: Variant) -> Scoring:
-    return replace(named_scoring(variant.heads, bench.session, bench.profiles), **variant.changes)
+    scoring = replace(named_scoring(variant.heads, bench.session, bench.profiles), **variant.changes)
+    spec = bench.session.target.spec
+    return with_layers(scoring, spec, list(variant.own), largest_rank(spec)) if variant.own else scoring
 
 
 def _questions(bench: Bench, pair: Pair, variants: list[Variant], until: float) -> None:

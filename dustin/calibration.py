@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dustin import own_set_search
+from dustin import own_layers, own_set_search
 from dustin.calibration_texts import documents, reference_text
 from dustin.config import EngineOptions
 from dustin.errors import UsageError
@@ -21,7 +21,7 @@ from dustin.interfaces import CompactModel, Measures, Model, Tap
 from dustin.profile_file import Profile, identity, scoring_of
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
-from dustin.retrieval_heads import best_heads, find_retrieval_heads, needle_prompts, ranked_layers
+from dustin.retrieval_heads import best_heads, needle_prompts, rank_heads, ranked_layers
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
 from dustin.selection import prepare
 from dustin.selectors.quota import QuotaSelector
@@ -148,6 +148,7 @@ class Calibrator:
             best = self._more_layers(best, side)
         # What costs no bytes, once more for the heads that were found.
         best = self._memory(self._shares(best))
+        best = own_layers.search(self, best)
         return start, self._dense_layers(best)
 
     def _shares(self, best: Trial) -> Trial:
@@ -193,7 +194,7 @@ class Calibrator:
         layers = [layer for layer in full_layers(spec) if layer >= spec.num_layers // 4]
         singles = [_with(best.scoring, side, all_heads(spec, [layer])) for layer in layers]
         best = self.best(best, singles, f"{side} layer", 0.0)
-        ranked = sorted((self._kl_of(scoring), layer) for scoring, layer in zip(singles, layers, strict=True))
+        ranked = sorted((self.kl_of(scoring), layer) for scoring, layer in zip(singles, layers, strict=True))
         self.single[side] = {str(layer): round(kl, 4) for kl, layer in ranked if kl < float("inf")}
         promising = [layer for _, layer in ranked[:PROMISING]]
         pair = [[a, b] for a in promising[:2] for b in promising if b != a]
@@ -239,17 +240,18 @@ class Calibrator:
             wider = [replace(best.scoring, dense_layers=tuple(sorted((*have, layer)))) for layer in layers if layer not in have]
             found = self.best(best, wider, f"dense layer {number + 1}")
             if not number:
-                tried = {str(scoring.dense_layers[-1]): self._kl_of(scoring) for scoring in wider}
+                tried = {str(scoring.dense_layers[-1]): self.kl_of(scoring) for scoring in wider}
                 self.single["dense"] = {layer: round(kl, 4) for layer, kl in tried.items() if kl < float("inf")}
             if found is best:
                 break
             best = found
             # The layers that helped most alone are those that may help beside the first.
-            ranked = sorted(zip((self._kl_of(scoring) for scoring in wider), (s.dense_layers for s in wider), strict=True))
+            ranked = sorted(zip((self.kl_of(scoring) for scoring in wider), (s.dense_layers for s in wider), strict=True))
             layers = sorted({layer for _, chosen in ranked[:8] for layer in chosen})
         return best
 
-    def _kl_of(self, scoring: Scoring) -> float:
+    def kl_of(self, scoring: Scoring) -> float:
+        """Its KL, infinite where it was not tried."""
         made = self._seen.get(repr(replace(scoring, source="")))
         return made.kl if made is not None else float("inf")
 
@@ -384,16 +386,8 @@ def _retrieval(
     longest = min(options.context, 8192)
     lengths = [max(128, longest * (1 + i % 8) // 8) for i in range(count)]
     prompts = needle_prompts(tokenizer, reference_text(tokenizer), lengths, [(i + 0.5) / count for i in range(count)], options.seed)
-    rankings, answered = [], {}
-    for kind, model in (("target", target), ("draft", draft)):
-        if model is None:
-            continue
-        ranking, right = find_retrieval_heads(backend, model, prompts, options.prefill_chunk)
-        top = sorted(((mass, layer, head) for layer, row in ranking.items() for mass, head in row), reverse=True)[:8]
-        say(f"{kind} answered {right} of {count} needles; best heads " + ", ".join(f"{layer}.{head}" for _, layer, head in top))
-        rankings.append(ranking)
-        answered[kind] = f"{right} of {count}"
-    return rankings, answered
+    models = {"target": target} | ({"draft": draft} if draft is not None else {})
+    return rank_heads(backend, models, prompts, options.prefill_chunk, say)
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float]:

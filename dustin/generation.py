@@ -22,7 +22,7 @@ from dustin.profile_file import scoring_of
 from dustin.resolving import resolve
 from dustin.responses import GenerationResponse, GenerationResult
 from dustin.scoring import Scoring
-from dustin.selection import create_selector, prepare, with_fidelity
+from dustin.selection import create_selector, prepare, usable, with_fidelity
 from dustin.sequence import Event, Sequence, TextSink
 from dustin.stats import Stats
 from dustin.text import TextStream, Tokenizer, check_compatible, prompt_items
@@ -229,7 +229,7 @@ class Session:
             scoring = scoring_of(options, self.target.spec, self.draft.spec if key[1] and self.draft else None)
             if getattr(self.backend, "scores_all", False):
                 scoring = replace(scoring, refresh=1)
-            self._scorings[key] = scoring
+            self._scorings[key] = usable(scoring, self.target, self.tokenizer)
         return self._scorings[key]
 
     def _drafter(self, options: EngineOptions, stats: Stats, scoring: Scoring) -> Drafter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dustin.errors import UsageError
@@ -127,6 +127,21 @@ def spans(backend: Measures, ranges: Sequence[tuple[int, int]]) -> TokenSet:
 def best_heads(ranking: dict[int, list[tuple[float, int]]], layer: int) -> tuple[int, ...]:
     """The layer's HEADS_A_LAYER best heads, in ascending order."""
     return tuple(sorted(head for _, head in ranking[layer][:HEADS_A_LAYER]))
+
+
+def rank_heads(
+    backend: Measures, models: Mapping[str, Model], prompts: Sequence[NeedlePrompt], chunk: int, say: Callable[[str], None]
+) -> tuple[list[dict[int, list[tuple[float, int]]]], dict[str, str]]:
+    """`find_retrieval_heads` of each model, and how many needles each answered; a line of progress each."""
+    rankings, answered = [], {}
+    for kind, model in models.items():
+        ranking, right = find_retrieval_heads(backend, model, prompts, chunk)
+        top = sorted(((mass, layer, head) for layer, row in ranking.items() for mass, head in row), reverse=True)[:8]
+        best = ", ".join(f"{layer}.{head}" for _, layer, head in top)
+        say(f"{kind} answered {right} of {len(prompts)} needles; best heads {best}")
+        rankings.append(ranking)
+        answered[kind] = f"{right} of {len(prompts)}"
+    return rankings, answered
 
 
 def ranked_layers(ranking: dict[int, list[tuple[float, int]]]) -> list[list[int]]:

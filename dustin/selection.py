@@ -19,6 +19,8 @@ __all__ = ["add_selector", "create_selector", "default_tap", "draft_tap", "heuri
 FITTING_TOKENS = 2048
 # Numbers of a compact key.
 COMPACT_RANKS = (32, 64)
+# Layers with sets of their own, at most, beside a shared set that all others read (own_layers).
+FEW_LAYERS = 2
 
 _SCORING_LAYERS = {
     "streaming": peers.StreamingSelector,
@@ -69,17 +71,39 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
     return _SCORING_LAYERS.get(name, QuotaSelector)(name, options, scoring)
 
 
+def largest_rank(spec: ModelSpec) -> int:
+    """Numbers of the largest compact keys that a model's keys make; 0: whole keys."""
+    return max((rank for rank in COMPACT_RANKS if rank <= spec.head_dim), default=0)
+
+
+def fitting_text(tokenizer: Tokenizer, spec: ModelSpec) -> list[int]:
+    """The tokens that a model's compact keys are fitted to."""
+    from dustin.calibration_texts import reference_text  # Few sessions need its text.
+
+    return reference_text(tokenizer)[: min(FITTING_TOKENS, spec.context_length)]
+
+
+def usable(scoring: Scoring, target: Model, tokenizer: Tokenizer | None) -> Scoring:
+    """A profile's scoring, one set for all layers where this target cannot choose others: it keeps no compact keys, there is no
+    text to fit them to, or its ranks share a kv head (`own_sets`)."""
+    if not scoring.reselection.heads or not scoring.reselection_rank:
+        return scoring
+    able = isinstance(target, CompactModel) and tokenizer is not None and getattr(target, "own_sets", True)
+    return scoring if able else replace(scoring, reselection=Tap({}), reselection_rank=0, reselection_by_kv_head=False)
+
+
 def with_fidelity(options: EngineOptions, scoring: Scoring, target: Model) -> Scoring:
     """The scoring, with sets of the layers' own where `--fidelity high` asks for them and neither options nor profile say which:
     of every full layer, by kv head and the largest compact keys. Raise UsageError where the model keeps none."""
-    spec, chosen = target.spec, options.reselection_layers is not None or scoring.reselection.heads
+    # The few layers of a shared set's profile are no answer to what is asked for.
+    spec, chosen = target.spec, options.reselection_layers is not None or len(scoring.reselection.heads) > FEW_LAYERS
     if options.fidelity != "high" or chosen:
         return scoring
     if not isinstance(target, CompactModel):
         raise UsageError("fidelity is 'high', but this backend keeps no compact keys: leave --fidelity out, or use --backend torch")
     return replace(
         scoring, reselection=all_heads(spec, full_layers(spec)), reselection_by_kv_head=spec.num_kv_heads > 1,
-        reselection_rank=max((rank for rank in COMPACT_RANKS if rank <= spec.head_dim), default=0), reselection_reuse=False,
+        reselection_rank=largest_rank(spec), reselection_reuse=False,
     )  # fmt: skip
 
 
@@ -95,7 +119,4 @@ def prepare(selector: Selector, target: Model, tokenizer: Tokenizer | None) -> N
         raise UsageError(f"reselection_rank is {rank}, expected at most the {most} numbers of a key of {target.spec.name}")
     if tokenizer is None:
         raise UsageError(f"reselection_rank is {rank}, and a session without tokenizer has no text to fit compact keys to: use 0")
-    from dustin.calibration_texts import reference_text  # Few sessions need its text.
-
-    text = reference_text(tokenizer)[: min(FITTING_TOKENS, target.spec.context_length)]
-    target.fit_compact_keys(text, rank)
+    target.fit_compact_keys(fitting_text(tokenizer, target.spec), rank)

@@ -85,6 +85,11 @@ class SplitModel:
         self.scale = local.scale
         self._mailbox = mailbox
 
+    @property
+    def own_sets(self) -> bool:
+        """Whether layers can choose sets of their own: not where ranks share a kv head."""
+        return self.spec.num_kv_heads % self.ranks.size == 0
+
     def order(self, what: str, values: dict[str, Any], arrays: Sequence[Any] = ()) -> None:
         """Tell the other ranks, and what has waited before it."""
         with self.ranks.together():

@@ -191,6 +191,37 @@ def test_pools_are_tried_only_where_engines_have_them(pools: bool) -> None:
     assert any(trial.scoring.refresh > 1 for trial in search.trials) == pools
 
 
+class Unlike(FakeReplay):
+    """Layer 2 is served badly by the set that serves the others, layer 0 a little."""
+
+    def run(self, selector, draft_tap) -> Measured:
+        measured, own = super().run(selector, draft_tap), selector._scoring.reselection.heads
+        measured.kl[:] *= (0.6 if 2 in own else 1.0) * (0.97 if 0 in own else 1.0)
+        return measured
+
+
+class Compact(Shape):
+    def fit_compact_keys(self, tokens, rank) -> None:
+        self.fitted = rank
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_only_layers_that_are_worth_it_choose_sets_of_their_own(compact: bool) -> None:
+    spec = replace(SPEC, head_dim=32, bytes_per_kv_token=4 * KV_BYTES)
+    target = (Compact if compact else Shape)(spec)
+    options = CalibrationOptions(context=4096, allowance=2048)
+    search = Calibrator(Unlike(), target, Shape(spec), options, lambda line: None)  # type: ignore[arg-type]
+    search.tokenizer = Words()  # type: ignore[assignment]
+    ranking = {layer: [(0.1, head) for head in range(HEADS)] for layer in range(LAYERS)}
+    _, best = search.search(ranking, ranking)
+    if not compact:
+        assert not best.scoring.reselection.heads and "own sets" not in search.single
+        return
+    assert set(best.scoring.reselection.heads) == {2} and search.single["own sets"]["2"] == min(search.single["own sets"].values())
+    assert (best.scoring.reselection_rank, best.scoring.reselection_by_kv_head, best.scoring.reselection_reuse) == (32, True, False)
+    assert target.fitted == 32
+
+
 def test_some_documents_go_on_as_their_text_does() -> None:
     made = documents(Words(), 8, 300, 20)  # type: ignore[arg-type]
     assert [document.following is not None for document in made] == [i % 4 == 3 for i in range(8)]

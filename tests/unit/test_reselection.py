@@ -383,8 +383,11 @@ def test_high_fidelity_is_sets_of_every_layers_kv_heads(tmp_path):
     assert made["named"].tokens == made["long"].tokens
     assert made["named"].stats.scoring == made["long"].stats.scoring != made["standard"].stats.scoring
     assert "chosen anew at layers 0-2 by kv head by compact keys of 32" in made["named"].stats.scoring
-    given = Scoring(Tap({}), Tap({}), reselection=Tap({1: (0,)}))
+    given = Scoring(Tap({}), Tap({}), reselection=Tap({layer: (0,) for layer in range(3)}))
     assert with_fidelity(EngineOptions(fidelity="high"), given, session.target) is given
+    # A layer or two beside a set that all others share are not what it asks for.
+    few = Scoring(Tap({}), Tap({}), reselection=Tap({1: (0,)}))
+    assert set(with_fidelity(EngineOptions(fidelity="high"), few, session.target).reselection.heads) == {0, 1, 2}
     some = EngineOptions(fidelity="high", reselection_layers=(1,))
     assert with_fidelity(some, Scoring(Tap({}), Tap({})), session.target) == Scoring(Tap({}), Tap({}))
     with pytest.raises(UsageError, match="fidelity is 'high', but this backend keeps no compact keys"):
@@ -413,6 +416,27 @@ def test_engines_run_with_it_and_exact_stays_exact(tmp_path, lag):
             assert session.target.compact is not None
     assert made["exact"] == made["ar"]
     assert len(made["sparse"]) == 24
+
+
+def test_a_profile_s_own_sets_are_left_out_where_there_can_be_none():
+    """A shipped profile serves every backend: its heads score there too, but no layer chooses by keys that it does not have."""
+    from dustin.scoring import Scoring
+    from dustin.selection import usable
+
+    scoring = Scoring(Tap({0: (0,)}), Tap({}), reselection=EVERY, reselection_rank=32, reselection_by_kv_head=True)
+
+    class Shared:
+        def fit_compact_keys(self, tokens, rank) -> None: ...
+
+    class Split(Shared):
+        own_sets = False
+
+    plain = dataclasses.replace(scoring, reselection=Tap({}), reselection_rank=0, reselection_by_kv_head=False)
+    assert usable(scoring, Shared(), object()) is scoring
+    for target, tokenizer in ((Shared(), None), (Split(), object()), (object(), object())):
+        assert usable(scoring, target, tokenizer) == plain
+    whole = dataclasses.replace(scoring, reselection_rank=0)
+    assert usable(whole, object(), None) is whole
 
 
 def test_compact_keys_want_a_text_and_room(tmp_path):
