@@ -194,7 +194,11 @@ class Engine:
         if self._ahead is not None:
             self._ahead.verdict = host
         self.look("dense" if planned else "plain", planned, host, taking, began)
-        return self.commit(drafts, host, taking, dense=not sparse)
+        events = self.commit(drafts, host, taking, dense=not sparse)
+        for look in self.looks:
+            # The host's part is of the round's price too: where nothing is begun ahead, the device waits for it.
+            look.seconds = self.clock() - began
+        return events
 
     def look(self, kind: str, planned: int, host: HostVerdict, taking: set[int], began: float) -> None:
         """What the planner learns of a round; rows near their last token, which may not draft as planned, tell nothing."""
