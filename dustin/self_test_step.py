@@ -24,6 +24,7 @@ def step_checks(device: str) -> Iterator[Check]:
         ("embed_rows", step.embed, step.embedded),
         ("norm_qkv", step.qkv, step.projected),
         ("norm_gate_up", step.gate_up, step.gated),
+        ("gated_linear", step.gate_inside, step.gated_inside),
         ("linear_add", step.add, step.added),
         ("last_norm", step.last, step.last_rows),
         ("capture_heads", step.capture, step.captured),
@@ -128,6 +129,15 @@ class _Step:
 
     def gated(self) -> Outputs:
         gate, up = np.split(self.normed() @ self.wide("gate_up").T, 2, axis=1)
+        return {"out": gate / (1 + np.exp(-gate)) * up}
+
+    def gate_inside(self) -> Outputs:
+        from dustin.triton_kernels.gated_linear import GatedConfig, gated_linear
+
+        return {"out": _host(gated_linear(self.half("x"), self.half("gate_up"), config=GatedConfig(16, 32)))}
+
+    def gated_inside(self) -> Outputs:
+        gate, up = np.split(self.wide("x") @ self.wide("gate_up").T, 2, axis=1)
         return {"out": gate / (1 + np.exp(-gate)) * up}
 
     def add(self) -> Outputs:

@@ -200,6 +200,7 @@ def decode_launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """The products of a decoding step at the shapes of a 0.5B and a 1.5B model, in the configurations that the model chooses."""
     from dustin.backends.torch_triton.cuda_decode import choose_config
     from dustin.triton_kernels.decode_linear import LinearScratch, Stream
+    from dustin.triton_kernels.gated_linear import gated_linear
     from dustin.triton_kernels.head_argmax import head_argmax
     from dustin.triton_kernels.linear_add import linear_add
     from dustin.triton_kernels.norm_linear import norm_gate_up, norm_qkv
@@ -208,6 +209,8 @@ def decode_launches() -> Iterator[tuple[str, Callable[[], object]]]:
     def half(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16)
 
+    for rows in (1, 16, 32, 64):
+        yield f"gated_linear 3584/18944 {rows} rows", partial(gated_linear, half(rows, 3584), half(2 * 18944, 3584))
     scratch = LinearScratch(100_000, 10_000_000, 10_000, torch.device("cpu"))
     for hidden, inner, num_heads, num_kv_heads, dim in ((896, 4864, 14, 2, 64), (1536, 8960, 12, 2, 128)):
         for rows in (1, 8, 32, 64):

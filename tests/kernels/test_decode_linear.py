@@ -7,6 +7,7 @@ import torch
 
 from dustin.triton_kernels import stream_rows
 from dustin.triton_kernels.decode_linear import LinearConfig, LinearScratch, Stream
+from dustin.triton_kernels.gated_linear import GatedConfig, gated_linear
 from dustin.triton_kernels.linear_add import linear_add
 from dustin.triton_kernels.norm_linear import norm_gate_up, norm_qkv
 from tests.kernels.conftest import INTERPRETED
@@ -104,6 +105,23 @@ def test_queries_are_rotated_and_keys_and_values_go_to_the_pages_of_fed_rows(dev
     for pool, wanted in zip(pools, expected, strict=True):
         assert rms(pool, wanted) < 2 * limit()
         assert torch.equal(pool == 7.0, wanted == 7.0)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 24, 40])
+def test_gated_linear_is_the_gated_product(device, rows):
+    x, w = normal(rows, 104, device=device, seed=0), normal(2 * 48, 104, device=device, seed=1, scale=0.1)
+    gate, up = (x.double() @ w.double().T).chunk(2, 1)
+    out = gated_linear(x, w, config=GatedConfig(16, 32))
+    assert out.shape == (rows, 48)
+    assert rms(out, torch.nn.functional.silu(gate) * up) < limit()
+
+
+def test_gated_linear_refuses_halves_that_tiles_do_not_fill(device):
+    x, w = normal(4, 32, device=device, seed=0), normal(2 * 40, 32, device=device, seed=1)
+    with pytest.raises(ValueError, match=r"weight: expected two halves of a multiple of 16 rows .* got \[80, 32\]"):
+        gated_linear(x, w, config=GatedConfig(16, 32))
+    with pytest.raises(ValueError, match="x: expected 1 to 64 rows"):
+        gated_linear(normal(65, 32, device=device, seed=0), w[:64].contiguous(), config=GatedConfig(16, 32))
 
 
 def test_embedding_last_norm_and_captured_heads(device):

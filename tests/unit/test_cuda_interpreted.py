@@ -312,3 +312,20 @@ def test_a_draft_that_lags_reads_first_what_it_missed():
     assert caches[0].lengths == caches[1].lengths == (36, 20, 28)
     assert torch.equal(made[0][[0, 2]], torch.cat(expected, 1)[[0, 2]])
     assert [key[1] for key in model._engine(caches[1].pool).chain.graphs] == [2]
+
+
+@interpreted
+@pytest.mark.parametrize("rows, inside", [(6, True), (8, False)])
+def test_the_gate_inside_the_product_gives_what_a_gate_after_it_gives(rows, inside, monkeypatch):
+    from dustin.backends.torch_triton import cuda_decode, cuda_forward
+
+    monkeypatch.setattr(cuda_decode, "MAX_HIDDEN", 0)
+    monkeypatch.setattr(cuda_forward, "GATED_ROWS", range(4, 7))
+    # Six programs on the interpreter's four processors.
+    expected_model, model = make_models(torch.float16, intermediate_size=384)
+    products, gated = [], cuda_forward.gated_linear
+    monkeypatch.setattr(cuda_forward, "gated_linear", lambda x, w: products.append(len(x)) or gated(x, w))
+    tokens = torch.randint(0, 50, (2, rows // 2), generator=torch.Generator().manual_seed(0))
+    out, expected = (m.forward(tokens, [rows // 2] * 2, m.new_cache(2, 8)).logits for m in (model, expected_model))
+    assert products == ([rows] * 2 if inside else [])
+    assert near(out, expected)
