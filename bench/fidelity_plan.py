@@ -78,7 +78,7 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
     best, part = best_heads(profiles), 1 if context > SHORT else 4
 
     def way(selector: str, heads: str, budget: int, mode: str = "sparse") -> Way:
-        scoring = named_scoring(heads, session, profiles)
+        scoring = scoring_for(selector, named_scoring(heads, session, profiles))
         return Way(f"{selector} {heads} {budget // part}", mode, selector, scoring, heads, budget // part)
 
     # Where time runs out, what comes last is missing.
@@ -89,6 +89,11 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
     if session.draft is not None and not few:
         made.append(replace(way("dustin", best, 512), sparse_draft=False))
     return made + [way("dustin", best, budget) for budget in (768, 1024, 2048, 256, 128) if budget // part > 64 and not few]
+
+
+def scoring_for(selector: str, scoring: Scoring) -> Scoring:
+    """A profile's scoring for the method and its halves; without sets of the layers' own for the peers, which have none."""
+    return scoring if selector in ("dustin", "history", "lookahead") else replace(scoring, reselection=Tap({}))
 
 
 def shares(contexts: list[int], began: float, seconds: float) -> Iterator[tuple[int, float]]:

@@ -24,7 +24,7 @@ from bench.fidelity_cells import (
     replay_cell,
 )
 from bench.fidelity_documents import TASKS, Document, suffix
-from bench.fidelity_plan import ASKED
+from bench.fidelity_plan import ASKED, scoring_for
 
 OUT = rows.RESULTS / "fidelity.jsonl"
 
@@ -100,7 +100,7 @@ class Bench:
             self.guarded(f"{context} {track} {cell}", lambda cell=cell: self._replay(replay, context, track, cell))  # type: ignore[misc]
 
     def _replay(self, replay: Any, context: int, track: str, cell: Cell) -> None:
-        scoring = named_scoring(cell.heads, self.session, self.profiles)
+        scoring = scoring_for(cell.selector, named_scoring(cell.heads, self.session, self.profiles))
         budget = budget_of(cell, scoring, self.session, context)
         if not 64 <= budget < context:
             return

@@ -14,11 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from bench import fidelity, fidelity_cells, fidelity_documents, fidelity_required, fidelity_tables, selectors
-from bench.fidelity_plan import ASKED, BUDGETS, PEERS, TRACKS
+from bench.fidelity_plan import ASKED, BUDGETS, PEERS, TRACKS, scoring_for
 from dustin import config, selection
 from dustin.generation import load
 from dustin.interfaces import Tap
 from dustin.reading import read_prompts
+from dustin.scoring import Scoring
 from tests.tiny_model import write
 
 CONTEXTS = ("1600", "3200")
@@ -68,6 +69,12 @@ def test_every_track_and_kind_of_question_is_run_at_every_context(made: list[dic
         assert budgets >= {b // part for b in BUDGETS if 64 <= b // part < context}
     assert {row["track"] for row in made} - {"needle", "tracking", "qa", "layers"} == set(TRACKS) - {"acceptance", "further"}
     assert sum(row.get("what") == "acceptance" for row in made) == 3 * len(CONTEXTS)
+
+
+def test_peers_have_no_sets_of_the_layers_own() -> None:
+    scoring = Scoring(Tap({0: (0,)}), Tap({}), reselection=Tap({0: (0,)}), reselection_rank=32)
+    assert all(scoring_for(name, scoring) is scoring for name in ("dustin", "history", "lookahead"))
+    assert all(not scoring_for(name, scoring).reselection.heads for name in ("specattn", "quest", "oracle", "dense"))
 
 
 @pytest.mark.slow
