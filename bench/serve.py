@@ -262,6 +262,9 @@ def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, s
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda, of all sides.")
 @click.option("--modes", default="ar,auto,dense+lookup", show_default=True, help="Our modes, with +DRAFTER where wanted.")
 @click.option("--peers", default="transformers", show_default=True, help="transformers, transformers-cb, mlx-lm; by commas.")
+@click.option(
+    "--peer-folder", type=click.Path(path_type=Path), help="Where the peers' copy of the weights lies, or is made; default: for now."
+)
 @click.option("--requests", default=8, show_default=True, help="Chats a round, for one client and again for several.")
 @click.option("--rounds", default=2, show_default=True, help="The sides take turns in each.")
 @click.option("--clients", default=8, show_default=True, help="Clients at once; every side is measured with one client too.")
@@ -289,12 +292,13 @@ def main(**opts: Any) -> None:
     made: dict[tuple[str, int, int], Measured] = {}
     kept = rows.read(opts["output"]) if opts["append"] and opts["output"].exists() else []
     lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
-        if opts["peers"]:
-            export(source, Path(folder), tokenizer, opts["dtype"])
+    with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as servers:
+        folder = opts["peer_folder"] or Path(own)
+        if opts["peers"] and not (folder / "tokenizer_config.json").exists():
+            export(source, folder, tokenizer, opts["dtype"])
         asked: dict[str, Client] = {}
         draft = models.resolve(opts["draft_model"]) if opts["draft_model"] else None
-        begun = list(sides(opts, source, draft, Path(folder)))
+        begun = list(sides(opts, source, draft, folder))
         for (name, _, _, _, model), ready in zip(begun, start_all(begun, opts["threads"], servers), strict=True):
             asked[name] = Client(ready, model, opts["tokens"])
             for group, clients in itertools.product(groups, (1, opts["clients"])):
