@@ -76,6 +76,13 @@ def required() -> str:
 
         return cell
 
+    def together(context: int) -> str:
+        parts = [row for track in ("needle", "qa") if (row := found.find(track, context, 512)) is not None]
+        if len(parts) < 2:
+            return ""
+        mine, dense = (sum(row[name] * row["questions"] for row in parts) for name in ("accuracy", "accuracy_dense"))
+        return _said(mine / dense, mine >= 0.98 * dense, 2, f" of {sum(row['questions'] for row in parts)} questions")
+
     def chat(name: str, limit: float, sign: int) -> Callable[[int], str]:
         def cell(context: int) -> str:
             row = found.find("chat", context, 1024, bytes_of=1536 if context > 16384 else 0)
@@ -106,6 +113,12 @@ def required() -> str:
         tail = f" against {mid['kl']:.3f}, {100 * share:.0f} % of its bytes"
         return _said(mine["kl"], mine["kl"] <= mid["kl"] and share <= 0.25, 3, tail)
 
+    def equal_bytes(context: int) -> str:
+        mine, mid = (found.find("chat", context, 0, heads=heads, bytes_of=3072) for heads in ("", "mid"))
+        if found.best != "profile" or mine is None or mid is None:
+            return ""
+        return _said(mine["kl"], mine["kl"] <= mid["kl"], 3, f" against {mid['kl']:.3f}")
+
     def acceptance(context: int) -> str:
         sparse, dense = found.accepted(context, "sparse"), found.accepted(context, "dense", True)
         if sparse is None or dense is None:
@@ -113,6 +126,7 @@ def required() -> str:
         return _said(sparse, sparse >= 0.95 * dense, 2, f" against {dense:.2f}")
 
     lines = {
+        "needles and facts together, k = 512: .98 of dense attention's points": together,
         "needles, k = 512: .98 of dense attention's points": points("needle"),
         "variable tracking, k = 512: .98 of dense attention's points": points("tracking"),
         "facts (qa), k = 512: .98 of dense attention's points": points("qa"),
@@ -122,6 +136,7 @@ def required() -> str:
         "questions, k = 512: no worse than `history`, `lookahead`": beside(("history", "lookahead"), 0.0),
         "questions, k = 512: 10 points above `streaming`, `snapkv`": beside(("streaming", "snapkv"), 0.1),
         "profile's KL no worse than `mid`'s at a quarter of its scoring bytes, k = 1024": profile,
+        "profile's KL no worse than `mid`'s at equal bytes, those of 3,072 tokens": equal_bytes,
         "tokens a round within 5 % of dense speculation, both sides sparse": acceptance,
     }
     contexts = found.contexts()
