@@ -125,7 +125,8 @@ class Chat:
 
     def answer(self, message: str) -> None:
         """Ask the model and write its answer to stdout; what Ctrl-C cuts short stays in the history as far as it came."""
-        if not check_text(message, "the message").strip():
+        message = check_text(message, "the message")
+        if not message.strip():
             raise UsageError("the message is empty: give some text")
         try:
             stopped = self._stream(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +32,18 @@ def decode_text(raw: bytes, name: str) -> str:
 
 
 def check_text(text: str, name: str) -> str:
-    """`text` itself. Raise UsageError where it came as bytes that are not UTF-8 (Python keeps those as lone surrogates)."""
+    """`text` as UTF-8 says it. Raise UsageError where it came as bytes that are not UTF-8.
+
+    Bytes that the locale does not know come as lone surrogates: in an ASCII locale those of good UTF-8 too.
+    """
     try:
         text.encode()
+        return text
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: bad byte at character {error.start}") from error
-    return text
+        try:
+            return os.fsencode(text).decode()
+        except UnicodeError:
+            raise UsageError(f"{name} is not UTF-8 text: bad byte at character {error.start}") from error
 
 
 def read_file(name: str) -> str:
@@ -63,11 +70,11 @@ def read_prompt(positional: str | None, option: str | None, files: Sequence[str]
         question = "-"
     parts = [read_file(name).strip("\n") for name in files]
     if question is not None:
-        parts.append(read_file("-").strip("\n") if question == "-" else question)
+        parts.append(read_file("-").strip("\n") if question == "-" else check_text(question, "the prompt"))
     prompt = "\n\n".join(parts)
     if not prompt.strip():
         raise UsageError("the prompt is empty: give some text")
-    return check_text(prompt, "the prompt")
+    return prompt
 
 
 def printable(text: str, stream: TextIO | None = None) -> str:

@@ -290,6 +290,15 @@ def test_a_prompt_of_bytes_that_are_no_text(environment: dict[str, str], model: 
     assert done.returncode == 2 and done.stderr == b"error: the prompt is not UTF-8 text: bad byte at character 3\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the C locale is UTF-8 elsewhere")
+def test_a_prompt_in_utf_8_is_read_in_an_ascii_locale(model: Path, environment: dict[str, str]) -> None:
+    """Python hands its bytes over as lone surrogates there; the answer is that of any other locale."""
+    command = ["generate", "-m", model, "--raw", "-n", 6, "--json", "é 🎉"]
+    plain, ascii = (dustin(environment | more, *command) for more in ({}, {"LC_ALL": "C", "PYTHONUTF8": "0"}))
+    assert plain.returncode == ascii.returncode == 0, ascii.stderr
+    assert json.loads(plain.stdout)["tokens"] == json.loads(ascii.stdout)["tokens"]
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
