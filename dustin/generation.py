@@ -211,7 +211,7 @@ class Session:
         prepare(selector, self.target, self.tokenizer)
         drafter = self._drafter(options, stats, scoring)
         if options.mode in ("sparse", "rectified", "exact", "auto") or drafter.name == "self":
-            stats.scoring = getattr(selector, "scoring", scoring).describe(drafter.tap is not None)
+            stats.scoring = getattr(selector, "describe", scoring.describe)(drafter.tap is not None)
         lossy = options.relaxed_weight or options.route_confidence
         rule = RelaxedAcceptance(options.relaxed_weight, options.route_confidence) if lossy else SpeculativeAcceptance()
         engine = kind(self.backend, self.target, drafter, selector, rule, selector.tap, options, stats)

@@ -30,6 +30,10 @@ class BaseSelector:
         """What it scores with, options applied."""
         return self._scoring
 
+    def describe(self, with_draft: bool) -> str:
+        """What it scores with, in words for people; empty where it does not score."""
+        return self.scoring.describe(with_draft)
+
     def select(self, context: SelectionContext) -> TokenSet | None:
         """The set of this round, or None for dense attention."""
         raise NotImplementedError

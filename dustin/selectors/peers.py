@@ -26,6 +26,10 @@ class StreamingSelector(BaseSelector):
         """Sinks and as many recent tokens as the budget holds."""
         return None if self._fits(context) else self._choose(context.backend, None, None, context.lengths)
 
+    def describe(self, with_draft: bool) -> str:
+        """Nothing is scored."""
+        return ""
+
 
 class HeavyHitterSelector(BaseSelector):
     """H2O: half the budget to the newest tokens, half to those with the most attention so far, of the scoring layers.
@@ -70,6 +74,10 @@ class PerLayerSelector(BaseSelector):
     def __init__(self, name: str, options: EngineOptions, scoring: Scoring, layers: list[int], num_heads: int) -> None:
         super().__init__(name, options, scoring)
         self.tap = Tap({layer: tuple(range(num_heads)) for layer in layers})
+
+    def describe(self, with_draft: bool) -> str:
+        """Profiles have no part in it."""
+        return "all heads of each layer"
 
     def _scores(self, context: SelectionContext, queries: Mapping[int, Array], tap: Tap) -> Array:
         raise NotImplementedError
@@ -184,3 +192,7 @@ class DenseSelector(BaseSelector):
         """No set."""
         self.cost.target_bytes = 0
         return None
+
+    def describe(self, with_draft: bool) -> str:
+        """Nothing is scored."""
+        return ""

@@ -102,6 +102,16 @@ def test_every_name_makes_a_selector_of_that_name() -> None:
         assert made(name).name == name
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("history", "target layers"), ("h2o", "target layers"), ("streaming", ""), ("dense", ""), ("quest", "all heads")],
+)
+def test_statistics_name_what_is_scored_with(name, words) -> None:
+    """Scoring heads of a profile only where they score."""
+    said = made(name).describe(True)
+    assert (words in said if words else not said) and ("target layers" in said) == (words == "target layers"), said
+
+
 def test_a_selector_of_someones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options know it by its name, and only after it was added."""
     monkeypatch.setattr(config, "ADDED_SELECTORS", added := {})
