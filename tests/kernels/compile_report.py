@@ -65,6 +65,16 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name.lower(): int(value) for name, value in found.items()}
 
 
+def serialized(ptx: str, folder: Path) -> str:
+    """What ptxas says when it runs a kernel's matrix instructions one by one, "" when it does not. Nothing else shows it: such
+    a kernel has no more registers and no spill, and a loop that takes a quarter longer."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", folder / "again.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return " ".join(re.findall(r"\(C75\d\d\)[^\n]*", said.stdout + said.stderr))
+
+
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, launch) of every shipped configuration, at the shapes of the benchmark and the smaller models."""
     from dustin.triton_kernels.accept import accept_greedy, accept_sampled
@@ -269,6 +279,7 @@ def main() -> None:
                 row = {"case": name, "kernel": function, "warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
                 row |= {k: v for k, v in resources(kernel.asm["cubin"], Path(folder)).items() if k != "shared"}
                 row["wgmma"] = "wgmma" in kernel.asm["ptx"]
+                row["serialized"] = serialized(kernel.asm["ptx"], Path(folder)) if row["wgmma"] else ""
                 print(json.dumps(row), flush=True)
 
 

@@ -28,6 +28,8 @@ def test_shipped_configurations_do_not_spill() -> None:
     assert len(rows) > 40
     spilled = [row for row in rows if row["stack"] > 0 or row["local"] > 0]
     assert not spilled, "\n".join(map(str, spilled))
+    one_by_one = [row for row in rows if row["serialized"]]
+    assert not one_by_one, "\n".join(map(str, one_by_one))
     assert all(row["shared"] <= SHARED_LIMIT for row in rows)
     # Plain decoding plans two programs a processor: where three fit, some get three and the step waits for those.
     plain = [row for row in rows if "dense_verify bfloat16 B=8 T=1 " in row["case"] and row["kernel"] == "dense_verify_kernel"]
