@@ -79,8 +79,8 @@ class DecodeBench:
         self.results: list[dict[str, Any]] = []
         self.baseline: dict[tuple[int, int], float] = {}
         self.compact: CompactKeys | None = None
-        # Layers that choose in mode own; 0: all.
-        self.choosing = 0
+        # Layers that choose in mode own (0: all), and whether the target's history scores there too, for the draft's set.
+        self.choosing, self.history = 0, False
         self.capture_seconds = 0.0
         # Mode or "draft" -> relative RMS, see decode_checks.
         self.errors: dict[str, float | None] = {}
@@ -117,6 +117,9 @@ class DecodeBench:
         gamma = num_drafts or self.num_drafts
         options = RoundOptions(sparse, sparse_draft, gamma, self.budget, last_drafts=last_drafts, again=again)
         kind = "sparse" if sparse else "dense"
+        if again is not None and not self.history:
+            target, draft = sides or self.sides(batch)
+            sides = Side(self.target, target.cache, Tap({})), draft
         accepted = self.acceptance.table(kind, options.num_draft_tokens, 256, batch, seed=batch).to(self.device)
         return self.rounds_class(*(sides or self.sides(batch)), options, self.context, accepted)
 
@@ -141,7 +144,7 @@ class DecodeBench:
             "context": self.context,
             "batch": batch,
             "mode": mode,
-            "scoring": self.scoring,
+            "scoring": self.scoring if self.history or not mode.startswith("own") else "3 draft layers, all heads; own sets",
             "tokens_per_second": round(rate, 1),
             "tokens_per_second_per_sequence": round(rate / batch, 2),
             "reads": None if more.get("regime") else "one round behind",

@@ -176,12 +176,14 @@ class Rounds:
         joined = {layer: torch.cat([q[layer] for q in queries], 1) for layer in queries[0]}
         return torch.stack(drafts, 1), joined
 
-    def score(self, lookahead: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-        """Target and draft scores [B, capacity]."""
-        by_target = self.target.score(self.history, self.target_lengths, self.one, self.num_columns)
+    def score(self, lookahead: Queries) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Target and draft scores [B, capacity]; None where no head of the target scores."""
+        by_target = None
+        if self.history:
+            by_target = self.target.score(self.history, self.target_lengths, self.one, self.num_columns)
         return by_target, self.draft.score(lookahead, self.target_lengths, self.drafted, self.num_columns)
 
-    def select(self, by_target: torch.Tensor, by_draft: torch.Tensor) -> None:
+    def select(self, by_target: torch.Tensor | None, by_draft: torch.Tensor) -> None:
         """The new set, in place."""
         o = self.options
         rest = o.budget - o.num_sink_tokens - o.num_recent_tokens

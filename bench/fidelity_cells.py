@@ -133,6 +133,9 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
         return profiles[name]
     if name == "heuristic":
         return base
+    if name == "ahead":
+        # The draft's scores alone: for the draft's own reading, where the target's layers choose for themselves.
+        return replace(base, target=Tap({}))
     if name == "none":
         # For sets that layers choose themselves: nothing is scored before the forward.
         return replace(base, target=Tap({}), draft=Tap({}))

@@ -54,6 +54,7 @@ TRACKS = ("chat", "text", "further", "questions", "acceptance", "drift")
 # Shares of a context's time; none for `drift`, which runs at one context.
 WEIGHTS = {"chat": 0.25, "text": 0.15, "further": 0.2, "questions": 0.45, "acceptance": 0.2, "drift": 0.3}
 OWN = "heuristic+every1c64kv"
+AHEAD = "ahead+every1c64kv"
 
 
 @click.command()
@@ -147,10 +148,10 @@ def _questions(bench: Bench, pair: Pair, context: int, until: float) -> None:
 
 def _acceptance(bench: Bench, pair: Pair, context: int, budget: int, until: float) -> None:
     """Tokens a round of dense speculation, of one shared set and of own sets, the draft sparse and dense."""
-    shared, own = (named_scoring(name, bench.session, {}) for name in ("heuristic", OWN))
+    shared, own, ahead = (named_scoring(name, bench.session, {}) for name in ("heuristic", OWN, AHEAD))
     forms: list[tuple[str, Any, str, bool]] = [
         ("dense", shared, "heuristic", True), ("sparse", own, OWN, True), ("sparse", own, OWN, False),
-        ("sparse", shared, "heuristic", True),
+        ("sparse", ahead, AHEAD, True), ("sparse", shared, "heuristic", True),
     ]  # fmt: skip
     ways: list[Any] = [
         (Way(f"{mode} {heads}", mode, "dustin", scoring, heads, budget), {} if mode == "dense" else {"sparse_draft": sparse})

@@ -116,7 +116,7 @@ class SplitRounds(Rounds):
         drafts, queries = super().propose(last)
         return self.peers.from_first(drafts.contiguous()), queries
 
-    def select(self, by_target: torch.Tensor, by_draft: torch.Tensor) -> None:
+    def select(self, by_target: torch.Tensor | None, by_draft: torch.Tensor) -> None:
         """See Rounds.select."""
         super().select(by_target, by_draft)
         self.peers.from_first(self.indices)

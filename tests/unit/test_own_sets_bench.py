@@ -65,7 +65,7 @@ def test_every_part_has_its_rows(made: list[dict[str, Any]]) -> None:
         accepted = [row for row in mine if row.get("what") == "acceptance"]
         assert [(row["mode"], row["heads"], row["sparse_draft"]) for row in accepted] == [
             ("dense", "heuristic", True), ("sparse", own_sets.OWN, True), ("sparse", own_sets.OWN, False),
-            ("sparse", "heuristic", True),
+            ("sparse", own_sets.AHEAD, True), ("sparse", "heuristic", True),
         ]  # fmt: skip
     drift = [row for row in made if row["track"] == "drift"]
     assert [(row["context"], row["rectify"]) for row in drift] == [(max(CONTEXTS), None), (max(CONTEXTS), 256)]
