@@ -47,7 +47,7 @@ FURTHER = (
     Cell("dustin", "heuristic+every2c64kv", 1024),
 )
 # Half of the layers of the pair's target, which choose for those after them too (see `dustin calibrate --own-sets`).
-CHOOSING = "0-4,6-8,10,14-16,20,26"
+CHOOSING = "0-2,4,5,8,10,12,14-16,20,23,27"
 ASKED = (("heuristic", 512), ("heuristic+every1c64kv", 512), ("heuristic+every1c64kv", 1024), ("heuristic+at{}c64kv", 512))
 PARTS = {"chat": CELLS, "text": CELLS[:6], "further": FURTHER}
 TRACKS = ("chat", "text", "further", "questions", "acceptance", "drift")

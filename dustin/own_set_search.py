@@ -1,8 +1,10 @@
 """Calibration of sets that layers choose themselves: which layers choose, for whom else, and by how large compact keys.
 
-A layer's set may serve the layers after it, where those look at much the same tokens. How much of each layer's attention the set
-of an earlier one holds is measured once on the traces; the layers that choose are those by which all layers together keep the
-most of theirs. What is kept in the end is, as elsewhere in calibration, what has the lowest KL at equal bytes.
+A layer's set may serve the layers after it, where those look at much the same tokens. Two things say which layers must choose:
+how much of each layer's attention the set of an earlier one holds (those that choose are then the ones by which all layers keep
+the most of theirs), and how much the KL rises where all layers choose but one. The second knows what the first does not: some
+layers lose little attention and much of the answer. What is kept in the end is, as elsewhere in calibration, what has the lowest
+KL at equal bytes.
 """
 
 from __future__ import annotations
@@ -82,21 +84,34 @@ def choosing(shares: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     return found[1] if found is not None else ()
 
 
+def with_own_sets(scoring: Scoring, spec: ModelSpec, chosen: Sequence[int], rank: int) -> Scoring:
+    """The scoring with sets that the given layers' kv heads choose, for those after them too where not all layers do."""
+    return replace(
+        scoring, reselection=all_heads(spec, sorted(chosen)), reselection_rank=rank, reselection_by_kv_head=spec.num_kv_heads > 1,
+        reselection_reuse=len(chosen) < len(full_layers(spec)),
+    )  # fmt: skip
+
+
 def candidates(scoring: Scoring, spec: ModelSpec, shares: Sequence[Sequence[float]]) -> list[Scoring]:
     """The scoring with sets of the layers' own: chosen at all full layers or at fewer, by the ranks that a key has."""
     layers = full_layers(spec)
-    made = []
-    for rank in (rank for rank in RANKS if rank <= spec.head_dim):
-        for part in PARTS:
-            places = choosing(shares, max(1, round(part * len(layers))))
-            chosen = [layers[place] for place in places]
-            made.append(
-                replace(
-                    scoring, reselection=all_heads(spec, chosen), reselection_rank=rank,
-                    reselection_by_kv_head=spec.num_kv_heads > 1, reselection_reuse=len(chosen) < len(layers),
-                )  # fmt: skip
-            )
-    return made
+    counts = [max(1, round(part * len(layers))) for part in PARTS]
+    chosen = [[layers[place] for place in choosing(shares, count)] for count in counts]
+    return [with_own_sets(scoring, spec, some, rank) for rank in RANKS if rank <= spec.head_dim for some in chosen]
+
+
+def by_importance(calibrator: Calibrator, scoring: Scoring, rank: int) -> list[Scoring]:
+    """Fewer layers that choose: those without which, each alone, the KL rises most. None where time is up before all are tried."""
+    spec = calibrator.target.spec
+    first, *rest = full_layers(spec)
+    alone = [calibrator.trial(with_own_sets(scoring, spec, [first, *(x for x in rest if x != layer)], rank)) for layer in rest]
+    kls = [made.kl for made in alone if made is not None]
+    if len(kls) < len(rest):
+        return []
+    ranked = [layer for _, layer in sorted(zip(kls, rest, strict=True), reverse=True)]
+    calibrator.single["own set"] = {str(layer): round(kl, 4) for kl, layer in sorted(zip(kls, rest, strict=True), reverse=True)}
+    counts = [max(1, round(part * (len(rest) + 1))) for part in PARTS[1:]]
+    return [with_own_sets(scoring, spec, [first, *ranked[: count - 1]], rank) for count in counts]
 
 
 def search(calibrator: Calibrator, best: Trial, shares: Sequence[Sequence[float]], say: Callable[[str], None]) -> Trial:
@@ -107,15 +122,19 @@ def search(calibrator: Calibrator, best: Trial, shares: Sequence[Sequence[float]
     spec: Any = calibrator.target.spec
     bare = replace(best.scoring, refresh=1, dense_layers=())
     found = [made for made in (calibrator.trial(scoring) for scoring in candidates(bare, spec, shares)) if made is not None]
+    rank = min(found, key=lambda made: made.kl).scoring.reselection_rank if found else 0
+    others = by_importance(calibrator, bare, rank) if found else []
+    found += [made for made in (calibrator.trial(scoring) for scoring in others) if made is not None]
     if not found:
         raise UsageError(
             f"the bytes of {calibrator.options.allowance} tokens leave nothing to read beside compact keys: raise --allowance"
         )
     for made in found:
         again = made.scoring
+        which = ", ".join(map(str, again.reselection.heads))
         say(
-            f"own sets of {len(again.reselection.heads)} layers, compact keys of {again.reselection_rank}: KL {made.kl:.4f} "
-            f"at budget {made.budget}"
+            f"own sets of {len(again.reselection.heads)} layers ({which}), compact keys of {again.reselection_rank}: "
+            f"KL {made.kl:.4f} at budget {made.budget}"
         )
     winner = min(found, key=lambda made: made.kl)
     verdict = "better" if winner.kl < best.kl else "worse"

@@ -6,13 +6,14 @@ import itertools
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from dustin.calibrate_command import calibrate
 from dustin.interfaces import ModelSpec
-from dustin.own_set_search import candidates, choosing, held, kv_heads_of
+from dustin.own_set_search import by_importance, candidates, choosing, held, kv_heads_of
 from dustin.scoring import heuristic
 from tests.tiny_model import write
 
@@ -43,6 +44,29 @@ def test_candidates_have_fewer_layers_that_serve_those_after_them() -> None:
     two = [scoring for scoring in made if len(scoring.reselection.heads) == 2]
     assert two and all(list(scoring.reselection.heads) == [0, 4] and scoring.reselection_reuse for scoring in two)
     assert kv_heads_of(SPEC) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+class Measured:
+    """A calibrator whose KL rises by what is known of each layer that does not choose."""
+
+    def __init__(self, rises: dict[int, float], patience: int = 100) -> None:
+        self.rises, self.left, self.single = rises, patience, dict[str, dict[str, float]]()
+        self.target = SimpleNamespace(spec=SPEC)
+
+    def trial(self, scoring):
+        self.left -= 1
+        missing = set(range(8)) - set(scoring.reselection.heads)
+        assert scoring.reselection_reuse == bool(missing)
+        return None if self.left < 0 else SimpleNamespace(kl=0.1 + sum(self.rises[layer] for layer in missing), scoring=scoring)
+
+
+def test_layers_without_which_the_kl_rises_most_choose() -> None:
+    calibrator = Measured({1: 0.0, 2: 0.5, 3: 0.01, 4: 0.02, 5: 0.9, 6: 0.0, 7: 0.03})
+    made = by_importance(calibrator, heuristic(SPEC, None), 64)  # type: ignore[arg-type]
+    chosen = [list(scoring.reselection.heads) for scoring in made]
+    assert chosen == [[0, 2, 3, 4, 5, 7], [0, 2, 5, 7], [0, 2, 5], [0, 5]]
+    assert list(calibrator.single["own set"])[:2] == ["5", "2"]
+    assert by_importance(Measured(calibrator.rises, 5), heuristic(SPEC, None), 64) == []  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
