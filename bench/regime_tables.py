@@ -99,21 +99,25 @@ def real() -> str:
         if row.get("mode_rounds"):
             drafts = ": " + ", ".join(f"{mode} {count}" for mode, count in row["mode_rounds"].items())
         host = row["probed_step_ms"] - row["probed_graphs_ms"] if row.get("probed_graphs_ms") else None
-        same = row.get("sequences_identical_to_ar")
+        same, runs = row.get("sequences_identical_to_ar"), row.get("runs_tokens_per_second") or []
+        first_ratio = runs[0] * row["ratio"] / row["tokens_per_second"] if runs else None
         brought = (f"{row[name]:.2f}" if row.get(name) else "" for name in ("acceptance_length", "tokens_per_check"))
         lines.append([
             f"{row['text']}, {row['context']} x {row['batch']}", row["mode"] + drafts, f"{row['tokens_per_second']:.0f}",
-            f"{row['ratio']:.2f}x", *brought, f"{row['step_ms']:.2f}", f"{host:.2f}" if host is not None else "",
+            f"{row['ratio']:.2f}x", f"{row['full_batch_ratio']:.2f}x" if row.get("full_batch_ratio") else "",
+            f"{first_ratio:.2f}x" if first_ratio else "", *brought, f"{row['step_ms']:.2f}",
+            f"{host:.2f}" if host is not None else "",
             f"{same} of {row['batch']}" if same is not None else "",
         ])  # fmt: skip
     first = made[0]
-    header = ["text, context x batch", "mode", "tok/s", "ratio", "a round", "a dense check", "ms a step", "of it host"]
-    header += ["identical to ar"]
+    header = ["text, context x batch", "mode", "tok/s", "ratio", "while no row is done", "first run", "a round", "a dense check"]
+    header += ["ms a step", "of it host", "identical to ar"]
     commits = ", ".join(sorted({row["commit"] for row in made}))
     note = (
         f"{first['card']}, {first['model']}, real weights in {first['dtype']}, budget 1024, acceptance measured, through the "
         "engine. A step is a round, in mode exact a checked block; its host time is what the replayed graphs of one step leave "
-        "of it. Rows that differ from `ar` in a mode with the same output differ at near-ties of bf16 logits (top-2 gaps in "
+        "of it. Of `auto` a later run of a session; its first is the cell's first, when nothing of it is recorded. Rows that "
+        "differ from `ar` in a mode with the same output differ at near-ties of bf16 logits (top-2 gaps in "
         f"the rows). `{first['command']}` at {commits}."
     )
     return markdown([*header], lines) + "\n\n" + note
