@@ -9,6 +9,7 @@ from bench import rows
 from dustin.cli_options import LayerList
 
 LIMITS, OWN = rows.RESULTS / "limits.jsonl", rows.RESULTS / "own_sets.jsonl"
+SPEED = rows.RESULTS / "own_sets_speed.jsonl"
 # Tracks of questions, all of them first.
 TRACKS = ("tasks", "needle", "tracking", "qa", "words")
 RULES = {
@@ -122,3 +123,27 @@ def own_sets_acceptance() -> str:
         table.setdefault(label, {})[row["context"]] = f"{row['acceptance_length']:.2f}"
     lines = [[label, *(by.get(context, "") for context in contexts)] for label, by in table.items()]
     return markdown(["tokens a round", *map(str, contexts)], lines) + "\n\n" + _note(made)
+
+
+def own_sets_speed() -> str:
+    """Whole rounds with sets of the layers' own beside the shared set, random weights."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(SPEED) if row.get("ratio") is not None]
+    batches = sorted({row["batch"] for row in made})
+    table: dict[tuple[str, str], dict[int, str]] = {}
+    for row in made:
+        name = row["model"].partition(" ")[0]
+        budget = f", k={row['budget']}" if row.get("budget") else ""
+        chosen = f", choosing and reading {row['verify_attention_us'] / 1e3:.1f} ms" if row["mode"].startswith("own") else ""
+        cell = f"{row['tokens_per_second']:.0f} ({row['ratio']:.2f}x{chosen})"
+        table.setdefault((name, row["mode"] + budget), {})[row["batch"]] = cell
+    lines = [[f"{name}: {mode}", *(by.get(batch, "") for batch in batches)] for (name, mode), by in table.items()]
+    first, commits = made[0], ", ".join(dict.fromkeys(row["commit"] for row in made))
+    kept = next((row["acceptance"] for row in made if row.get("acceptance")), "not replayed")
+    note = (
+        f"Tokens a second of the whole batch (ratio to our own dense decoding with CUDA graphs). {first['card']}, random weights of "
+        f"these shapes with a 0.5B draft, {first['dtype']}, context {first['context']}; acceptance {kept}, the same for all; the "
+        f"commands stand in the rows (`{SPEED.name}`), commits {commits}."
+    )
+    return markdown(["tok/s", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
