@@ -142,7 +142,7 @@ def own_sets_speed() -> str:
     first, commits = made[0], ", ".join(dict.fromkeys(row["commit"] for row in made))
     kept = next((row["acceptance"] for row in made if row.get("acceptance")), "not replayed")
     note = (
-        f"Tokens a second of the whole batch (ratio to our own dense decoding with CUDA graphs). {first['card']}, random weights of "
+        f"Tokens a second of the whole batch (ratio to our own decoding with CUDA graphs). {first['card']}, random weights of "
         f"these shapes with a 0.5B draft, {first['dtype']}, context {first['context']}; acceptance {kept}, the same for all; the "
         f"commands stand in the rows (`{SPEED.name}`), commits {commits}."
     )
