@@ -281,7 +281,7 @@ def remember_acceptance(path: Path, cell: Cell, mode: str, outcome: Outcome, row
 @click.option("--draft-model", required=True)
 @click.option("--cells", default=CELLS, show_default=True, help="CONTEXTxBATCH or TEXT:CONTEXTxBATCH in turn.")
 @click.option("--texts", default="code,novel", show_default=True, help="Kinds of bench/texts.py for cells that name none.")
-@click.option("--modes", default="ar,dense,sparse,rectified,exact,auto", show_default=True)
+@click.option("--modes", default="ar,dense,sparse,rectified,exact,auto", show_default=True, help="sparse+high: fidelity high.")
 @click.option("--tokens", default=160, show_default=True)
 @click.option("--budget", default=1024, show_default=True)
 @click.option("--gamma", default=4, show_default=True, help="Draft tokens a round.")
@@ -331,16 +331,19 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
     wide = replace(base, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
     auto = with_options(replace(wide, mode="auto", drafter="draft"))
     first = decode(auto, cell, tokens) if "auto" in opts["modes"].split(",") else None
-    for mode in opts["modes"].split(","):
-        options = replace(base, mode=mode, drafter="none" if mode == "ar" else "draft")
+    for name in opts["modes"].split(","):
+        mode, _, fidelity = name.partition("+")
+        options = replace(base, mode=mode, fidelity=fidelity or "standard", drafter="none" if mode == "ar" else "draft")
         inner = auto if mode == "auto" else with_options(options)
         row = measure(inner, cell, mode, tokens, first if mode == "auto" else None)
+        if fidelity:
+            row["mode"] = f"{mode}, fidelity {fidelity}"
         plain = row if mode == "ar" else plain
         result_rows.write(opts["output"], [row], append=True)
         keys = ("tokens_per_second", "ratio", "full_batch_ratio", "acceptance_length", "tokens_per_check", "step_ms",
                 "probed_step_ms", "probed_graphs_ms", "graph_replays", "sequences_identical_to_ar",
                 "top2_gaps_where_lossless_differs", "mode_rounds", "runs_tokens_per_second", "peak_memory_gb")  # fmt: skip
-        click.echo(f"  {mode:10s} " + " ".join(f"{k}={row[k]}" for k in keys if row[k] is not None), err=True)
+        click.echo(f"  {name:10s} " + " ".join(f"{k}={row[k]}" for k in keys if row[k] is not None), err=True)
         if mode in counted:
             inner = with_options(replace(wide, mode=mode, drafter="draft"))
             remember_acceptance(opts["histograms"], cell, mode, decode(inner, cell, HISTOGRAM_TOKENS[mode]), row)
