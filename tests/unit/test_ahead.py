@@ -138,6 +138,51 @@ def test_plain_rounds_on_a_gpu_are_those_of_steps_begun_late():
         assert got == expected and rounds == again and served >= rounds - 2
 
 
+def slot_texts(session: Any, ahead: bool) -> tuple[list[list[int]], int]:
+    """Tokens of sequences that join two slots while others run, one cut off midway; how often what was begun was dropped."""
+    from dustin.config import RequestOptions
+    from dustin.sequence import Sequence
+    from dustin.slots import SlotEngine
+    from dustin.stats import Stats
+
+    engine = session.make_engine(SlotEngine, session.resolve(), Stats())
+    if not ahead:
+        engine.foresee = lambda *_: None
+    engine.open(session.target.new_cache(2, 60), 2)
+    waiting = [(0, 0, 8, 20), (1, 3, 6, 20), (0, 0, 5, 3), (1, 0, 8, 20)]
+    made, steps = [], 0
+    while waiting or engine.active or engine.reading:
+        while waiting and waiting[0][0] in engine.free and steps >= waiting[0][1]:
+            slot, _, length, limit = waiting.pop(0)
+            prompt = torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(length + slot)).tolist()
+            made.append(Sequence(slot, prompt, RequestOptions(max_tokens=limit, ignore_eos=True), limit, frozenset(), None))
+            engine.admit(made[-1])
+        if engine.reading:
+            engine.read_chunk(4)
+        if engine.active:
+            engine.step()
+        steps += 1
+        if made[0].active and len(made[0].generated) > 6:
+            engine.release(0)
+    return [row.generated for row in made], steps
+
+
+@interpreted
+@pytest.mark.parametrize("mode", ["ar", pytest.param("dense", marks=pytest.mark.slow)])
+def test_slots_that_are_taken_anew_are_those_of_steps_begun_late(mode):
+    session = make_session(mode, drafter="none" if mode == "ar" else "draft")
+    assert slot_texts(session, True) == slot_texts(session, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["ar", "dense"])
+def test_slots_on_a_gpu_that_are_taken_anew_are_those_of_steps_begun_late(mode):
+    session = make_session(mode, "cuda", drafter="none" if mode == "ar" else "draft")
+    expected = slot_texts(session, False)
+    for _ in range(3):
+        assert slot_texts(session, True) == expected
+
+
 def test_a_plain_step_serves_the_rows_that_it_was_begun_for():
     rows = [SimpleNamespace(tokens=[1, 2, 9]), SimpleNamespace(tokens=[3, 4, 5, 8])]
     ahead = PlainAhead(BEGUN, tuple(rows), (2, 3))
