@@ -263,7 +263,7 @@ def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, s
 @click.option("--modes", default="ar,auto,dense+lookup", show_default=True, help="Our modes, with +DRAFTER where wanted.")
 @click.option("--peers", default="transformers", show_default=True, help="transformers, transformers-cb, mlx-lm; by commas.")
 @click.option(
-    "--peer-folder", type=click.Path(path_type=Path), help="Where the peers' copy of the weights lies, or is made; default: for now."
+    "--peer-folder", type=click.Path(path_type=Path), help="Where the peers' copy of the weights lies, or is made."
 )
 @click.option("--requests", default=8, show_default=True, help="Chats a round, for one client and again for several.")
 @click.option("--rounds", default=2, show_default=True, help="The sides take turns in each.")
