@@ -44,6 +44,7 @@ class NullBackend:
     """Every array is 0; half of the drafts are accepted."""
 
     capture_seconds = 0.0
+    prompt_rows = 0
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: 0
