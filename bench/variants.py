@@ -81,7 +81,7 @@ VARIANTS = (
     Variant("neighbours: mean of 3", changes={"smoothing": 3}),
     Variant("neighbours: mean of 5", changes={"smoothing": 5}),
     Variant("history of 6 rows", changes={"history_rows": 6}),
-    Variant("32 recent tokens", options={"num_recent_tokens": 32}),
+    Variant("128 recent tokens", options={"num_recent_tokens": 128}),
     Variant("maxima over drafted rows", maxima="rows"),
     Variant("maxima over rows and layers and kv heads", maxima="rows heads"),
     Variant("the question's scores at the start", question="start", changes={"history_decay": 0.85}),

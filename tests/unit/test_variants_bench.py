@@ -15,7 +15,7 @@ from tests.tiny_model import write
 
 NAMES = (
     "heuristic", "oracle", "oracle by layer", "rectified every 12 tokens", "twice the budget", "both decays .85",
-    "32 recent tokens", "maxima over rows and layers and kv heads", "the question's scores kept",
+    "128 recent tokens", "maxima over rows and layers and kv heads", "the question's scores kept",
 )  # fmt: skip
 
 
