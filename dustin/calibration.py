@@ -136,7 +136,8 @@ class Calibrator:
         start = self._start()
         self.say(f"heuristic: KL {start.kl:.4f} at budget {start.budget}, {start.scoring.describe()}")
         best = start if self.known is None else self.best(start, [self.known], "the profile so far", 0.0)
-        best = self._pools(best)
+        # First what helps most on a pair of 28 layers: time may be up before the end.
+        best = self._pools(own_layers.search(self, best))
         rankings = {"target": target_heads} | ({"draft": draft_heads} if self.draft is not None else {})
         for side in rankings:
             best = self._layers(best, side)
@@ -148,7 +149,6 @@ class Calibrator:
             best = self._more_layers(best, side)
         # What costs no bytes, once more for the heads that were found.
         best = self._memory(self._shares(best))
-        best = own_layers.search(self, best)
         return start, self._dense_layers(best)
 
     def _shares(self, best: Trial) -> Trial:
@@ -310,12 +310,13 @@ def _calibrate(
     ready = time.perf_counter()
     known = scoring_of(EngineOptions(), target.spec, draft.spec if draft else None)
     known = known if pools else replace(known, refresh=1)
-    # Own sets get what is left of the time.
+    # Own sets get what is left of the time: most of it where the pair has a profile, whose scoring stays.
     first = replace(options, seconds=options.seconds * (0.6 if options.own_sets else 1.0))
     shares = own_set_search.held(replay) if options.own_sets else []
     calibrator = Calibrator(replay, target, draft, first, say, pools=pools, known=None if known.source == "heuristic" else known)
     calibrator.tokenizer = tokenizer
-    start, best = calibrator.search(rankings[0], rankings[1] if draft else {})
+    begun = own_set_search.begin(calibrator) if options.own_sets and calibrator.known is not None else None
+    start, best = begun or calibrator.search(rankings[0], rankings[1] if draft else {})
     shared = best
     if options.own_sets:
         calibrator.deadline = time.perf_counter() + max(0.4 * options.seconds, ready + options.seconds - time.perf_counter())

@@ -9,12 +9,13 @@ KL at equal bytes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dustin.interfaces import Tap
-from dustin.scoring import Scoring, all_heads, full_layers
+from dustin.scoring import Scoring, all_heads, full_layers, heuristic
 
 if TYPE_CHECKING:
     from dustin.calibration import Calibrator, Trial
@@ -112,6 +113,16 @@ def by_importance(calibrator: Calibrator, scoring: Scoring, rank: int) -> list[S
     calibrator.single["own set"] = {str(layer): round(kl, 4) for kl, layer in sorted(zip(kls, rest, strict=True), reverse=True)}
     counts = [max(1, round(part * (len(rest) + 1))) for part in PARTS[1:]]
     return [with_own_sets(scoring, spec, [first, *ranked[: count - 1]], rank) for count in counts]
+
+
+def begin(calibrator: Calibrator) -> tuple[Trial, Trial] | None:
+    """The heuristic and the pair's profile at equal bytes: where a search for own sets begins that leaves the scoring as it is.
+    None where the bytes do not allow for one of them."""
+    calibrator.deadline = time.perf_counter() + calibrator.options.seconds
+    base = heuristic(calibrator.target.spec, calibrator.draft.spec if calibrator.draft else None)
+    start, known = calibrator.trial(base), calibrator.known
+    best = None if known is None else calibrator.trial(replace(known, reselection=Tap({}), reselection_rank=0))
+    return (start, best) if start is not None and best is not None else None
 
 
 def search(calibrator: Calibrator, best: Trial, shares: Sequence[Sequence[float]], say: Callable[[str], None]) -> Trial:

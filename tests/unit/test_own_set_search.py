@@ -104,6 +104,23 @@ def test_calibrate_writes_a_profile_of_own_sets(model: str, tmp_path: Path) -> N
     assert record["one_shared_set"]["kl"] > 0 and record["chosen"]["kl"] > 0
 
 
+def test_a_pair_with_a_profile_keeps_its_scoring(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second calibration begins with the first one's profile, and searches own sets alone."""
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path))
+    args = ["--model", model, "--device", "cpu", "--dtype", "float32", "--context", "400", "--documents", "1", "--tokens", "16"]
+    args += ["--allowance", "300", "--max-seconds", "3"]
+    first = CliRunner().invoke(calibrate, args)
+    assert first.exit_code == 0, first.output
+    before = json.loads(Path(first.output.splitlines()[-1]).read_text())
+    second = CliRunner().invoke(calibrate, [*args, "--own-sets", "--out", str(tmp_path / "own.json")])
+    assert second.exit_code == 0, second.output
+    assert "one more target layer" in first.output and "one more target layer" not in second.output
+    assert "own sets of" in second.output
+    after = json.loads((tmp_path / "own.json").read_text())
+    assert after["scoring"]["target_heads"] == before["scoring"]["target_heads"]
+    assert after["scoring"]["reselection_heads"]
+
+
 def test_bytes_that_leave_nothing_beside_compact_keys_are_named(model: str, tmp_path: Path) -> None:
     args = ["--model", model, "--device", "cpu", "--dtype", "float32", "--context", "900", "--documents", "1", "--tokens", "16"]
     args += ["--allowance", "192", "--max-seconds", "10", "--own-sets", "--out", str(tmp_path / "p.json")]
