@@ -22,12 +22,12 @@ BUDGET = 16
 EVERY = Tap({layer: (0, 1, 2, 3) for layer in range(3)})
 
 
-def torch_model(kind: type, dtype: object = None):
+def torch_model(kind: type, dtype: object = None, device: str = "cpu"):
     """Three layers of random weights, 4 query and 2 kv heads, on torch's CPU model or the CUDA one."""
     from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
 
     config = qwen2_config(128, 96, 3, 4, 2, 50, context_length=256)
-    weights = random_weights(config, dtype or torch.float32, torch.device("cpu"), seed=3)
+    weights = random_weights(config, dtype or torch.float32, torch.device(device), seed=3)
     return kind(config, weights, "tiny")
 
 
@@ -40,6 +40,7 @@ def numpy_twin(model) -> NumpyModel:
         rope_theta=c.rope_theta, qkv_bias=True, tied_embeddings=c.tied_embeddings, context_length=256,
     )  # fmt: skip
     cuts = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+    w = on_cpu(w)
     named = {"model.embed_tokens.weight": w.embedding, "model.norm.weight": w.norm, "lm_head.weight": w.head.weight}
     for i, layer in enumerate(w.layers):
         prefix = f"model.layers.{i}."
@@ -51,6 +52,15 @@ def numpy_twin(model) -> NumpyModel:
         named |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
         named[f"{prefix}mlp.down_proj.weight"] = layer.down.weight
     return NumpyModel(config, {key: named[key].double().numpy() for key in weight_shapes(config)}, "twin")
+
+
+def on_cpu(part):
+    """Weights, with every tensor on the CPU."""
+    if isinstance(part, torch.Tensor):
+        return part.cpu()
+    if dataclasses.is_dataclass(part):
+        return dataclasses.replace(part, **{f.name: on_cpu(getattr(part, f.name)) for f in dataclasses.fields(part)})
+    return tuple(map(on_cpu, part)) if isinstance(part, tuple) else part
 
 
 def filled(backend, model):
@@ -153,7 +163,7 @@ def logits_of(backend, model, again: Reselection, dense_layers: tuple[int, ...] 
     start = dataclasses.replace(first_set(backend), reselection=again, dense_layers=dense_layers)
     out = model.forward(fed(backend), ROWS, cache, token_set=start)
     cache.rollback(LENGTHS)
-    return np.asarray(out.logits.float() if isinstance(out.logits, torch.Tensor) else out.logits)
+    return np.asarray(out.logits.float().cpu() if isinstance(out.logits, torch.Tensor) else out.logits)
 
 
 def check(backend, model, tolerance: float) -> None:
@@ -162,7 +172,7 @@ def check(backend, model, tolerance: float) -> None:
     reference = create_numpy(), numpy_twin(model)
     # The reference judges with the same directions: where two are alike, a fit may choose either.
     mine = model.compact
-    parts = [{layer: x.double().numpy() for layer, x in part.items()} for part in (mine.mean, mine.encode, mine.decode)]
+    parts = [{layer: x.double().cpu().numpy() for layer, x in part.items()} for part in (mine.mean, mine.encode, mine.decode)]
     reference[1].compact = NumpyCompactKeys(32, *parts)
     caches = filled(*reference), filled(backend, model)
     for name, again in CASES.items():
@@ -297,6 +307,21 @@ def test_cuda_equals_numpy():
     from dustin.backends.torch_triton.cuda_model import CudaModel
 
     check(CudaBackend(torch.device("cpu")), torch_model(CudaModel), 2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_gpu_equals_numpy(graphs):
+    """Every case on the device itself, twice where graphs replay it."""
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    model = torch_model(CudaModel, device="cuda")
+    model.use_graphs = graphs
+    for _ in range(1 + graphs):
+        check(CudaBackend(torch.device("cuda")), model, 2e-3)
 
 
 @interpreted
