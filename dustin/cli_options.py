@@ -233,7 +233,14 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
     if drafter == "none" or (mode == "exact" and drafter == "auto" and not values["draft_model"]):
         rules.append(("num_draft_tokens", True, "has no effect: nothing drafts here"))
     if values["selector"] not in ("dustin", "history", "lookahead", "specattn"):
-        rules.append(("fidelity", True, f"has no effect with --select {values['selector']}, whose sets are its own"))
+        why = f"has no effect with --select {values['selector']}, whose sets are its own"
+        rules += [(name, True, why) for name in ("fidelity", "reselection_layers", *_RESELECTION)]
+    if values["reselection_layers"] is not None:
+        rules.append(("fidelity", True, "has no effect with --reselection-layers, which says what layers choose"))
+    if values["reselection_layers"] == ():
+        rules += [(name, True, "has no effect with --reselection-layers none") for name in _RESELECTION]
+    if values["reselection_layers"] is None and values["profile"] == "none" and values["fidelity"] == "standard":
+        rules += [(name, True, "needs --reselection-layers or --fidelity high") for name in _RESELECTION]
     if values["selector"] != "dustin":
         rules.append(("lookahead_share", True, f"has no effect with --select {values['selector']}"))
     if not values["draft_model"]:
@@ -246,8 +253,9 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 
 
 _NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}
+_RESELECTION = ("reselection_rank", "reselection_by_kv_head", "reselection_reuse")
 _SPARSE = (
     "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers",
-    "reselection_layers", "reselection_rank", "reselection_by_kv_head", "reselection_reuse", "fidelity", "top_mass",
+    "reselection_layers", *_RESELECTION, "fidelity", "top_mass",
 )  # fmt: skip
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")
