@@ -143,7 +143,8 @@ class Engine:
         began, recorded = time.perf_counter(), self._recording()
         self.chosen = Plan(self.options.mode, self.options.num_draft_tokens, self.options.exact_block)
         if self.planner is not None:
-            self.chosen = self.planner.choose([row.committed for row in self.rows if row.active])
+            lengths = [row.committed for row in self.rows if row.active]
+            self.chosen = self.planner.choose(lengths, len(self.rows) - len(lengths))
             self.selector.resize(self.chosen.budget or self.options.budget)
         mode = self.chosen.mode
         self.stats.mode_rounds[mode] += 1

@@ -307,19 +307,21 @@ class PriceList:
     """Costs by drafter, batch and context (powers of two) and the latest habits, kept over the runs of a session."""
 
     def __init__(self) -> None:
-        self._costs: dict[tuple[str, int, int], Costs] = {}
+        self._costs: dict[tuple[str, int, int, int], Costs] = {}
         self.habits: dict[str, Habits] = {}
         # Drafter -> what forecasts the costs that were never timed, where something of this card was measured.
         self.cards: dict[str, CardCosts | None] = {}
         # Seconds of rounds so far.
         self.elapsed = 0.0
 
-    def of(self, drafter: str, lengths: Sequence[int], last: Costs | None) -> Costs:
-        """The costs at these lengths (tokens of each active row); new ones start from `last` or any of this drafter."""
-        key = (drafter, len(lengths).bit_length(), (sum(lengths) // max(1, len(lengths))).bit_length())
+    def of(self, drafter: str, lengths: Sequence[int], last: Costs | None, idle: int = 0) -> Costs:
+        """The costs at these lengths (tokens of each active row) beside `idle` rows; new ones start from `last` or any of this
+        drafter. A device computes rows that take no part, but reads no tokens for them."""
+        context = sum(lengths) // max(1, len(lengths))
+        key = (drafter, (len(lengths) + idle).bit_length(), len(lengths).bit_length(), context.bit_length())
         if key not in self._costs:
-            same = [costs for (name, _, _), costs in self._costs.items() if name == drafter]
+            same = [costs for (name, *_), costs in self._costs.items() if name == drafter]
             card = self.cards.get(drafter)
-            forecast = card.forecast(lengths) if card is not None else None
+            forecast = card.forecast([*lengths, *[0] * idle]) if card is not None else None
             self._costs[key] = Costs(last if last in same else same[-1] if same else None, forecast)
         return self._costs[key]

@@ -99,12 +99,12 @@ class AutoPlanner:
 
     # Choosing.
 
-    def choose(self, lengths: Sequence[int]) -> Plan:
-        """The plan of the next round for rows with these committed lengths (tokens)."""
+    def choose(self, lengths: Sequence[int], idle: int = 0) -> Plan:
+        """The plan of the next round for rows with these committed lengths (tokens), beside `idle` rows of the batch."""
         if not self._worth_trying(lengths):
             self._plan = Plan("ar")
             return self._plan
-        costs = self.prices.of(self._drafter, lengths, self._costs)
+        costs = self.prices.of(self._drafter, lengths, self._costs, idle)
         self._settled = self._settled + 1 if costs is self._costs else 0
         self._costs = costs
         self._length, self._batch = sum(lengths) / len(lengths), len(lengths)

@@ -10,6 +10,7 @@ import pytest
 
 from dustin import cost_model
 from dustin.cost_model import CardCosts, Cell, Line, PairCosts, find, read_pairs, shape_of
+from dustin.evidence import PriceList
 from dustin.planning import AutoPlanner, Plan
 from tests.unit.test_planning import BUDGET, SPEC, Machine, Text, drive, expected_rate
 
@@ -147,6 +148,18 @@ def test_it_ends_up_with_as_good_a_plan(draft: float, text: Text) -> None:
     spent = {plan: sum(n for p, n, _ in late if p == plan) / rates[plan] for plan in {p for p, _, _ in late}}
     usual = max(spent, key=lambda plan: spent[plan])
     assert rates[usual] > 0.95 * max(rates.values())
+
+
+def test_rows_that_take_no_part_are_computed_too() -> None:
+    """One sequence in eight slots: the products of eight, the keys of one."""
+    prices = PriceList()
+    prices.cards["draft"] = CardCosts(PAIR, BIG, SMALL, "draft")
+    alone, beside, eight = (
+        prices.of("draft", lengths, None, idle).seconds("dense", 5)
+        for lengths, idle in (([8192], 0), ([8192], 7), ([8192] * 8, 0))
+    )
+    assert alone < beside < eight
+    assert prices.of("draft", [8192], None, 7) is not prices.of("draft", [8192], None)
 
 
 def test_wrong_costs_are_found_out() -> None:

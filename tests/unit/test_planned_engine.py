@@ -29,7 +29,7 @@ class RandomPlanner(AutoPlanner):
         self._rng = np.random.default_rng(seed)
         self.told: list[tuple[Plan, list[Look]]] = []
 
-    def choose(self, lengths: Sequence[int]) -> Plan:
+    def choose(self, lengths: Sequence[int], idle: int = 0) -> Plan:
         self._plan = PLANS[self._rng.integers(len(PLANS))]
         return self._plan
 
