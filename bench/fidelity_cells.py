@@ -110,20 +110,21 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
     """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), none, or one of `profiles`.
 
     With `/8` all tokens are scored every 8th round, in between a pool of POOL. With `+every4` the rows in flight choose anew at
-    every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers, with
-    `kv` at the end each kv head its own. `+at0-4,7` instead names the layers, which then choose for those after them too.
+    every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers (`c32r4`: the first
+    4 rows alone choose), with `kv` at the end each kv head its own. `+at0-4,7` instead names the layers, which then choose for those after them too.
     """
     kind = "+every" if "+every" in name else "+at"
     if kind in name:
         first, _, again = name.partition(kind)
         by_kv_head, again = again.endswith("kv"), again.removesuffix("kv")
         which, _, rank = again.partition("c")
+        rank, _, rows = rank.partition("r")
         spec = session.target.spec
         step = int(which) if kind == "+every" else 0
         layers = full_layers(spec)[step // 2 :: step] if step else LayerList().convert(which, None, None)
         return replace(
             named_scoring(first, session, profiles), reselection=all_heads(spec, layers), reselection_rank=int(rank or 0),
-            reselection_by_kv_head=by_kv_head, reselection_reuse=not step,
+            reselection_by_kv_head=by_kv_head, reselection_reuse=not step, reselection_rows=int(rows or 16),
         )  # fmt: skip
     if name.endswith("/8"):
         return replace(named_scoring(name[:-2], session, profiles), refresh=8, pool=POOL)

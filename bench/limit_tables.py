@@ -57,7 +57,8 @@ def _label(row: dict[str, Any]) -> str:
     elif "+every" in heads or "+at" in heads:
         what = "own sets" + (" by kv head" if heads.endswith("kv") else "")
         which, _, rank = heads.partition("+every" if "+every" in heads else "+at")[2].removesuffix("kv").partition("c")
-        what += f", compact keys of {rank}" if rank else ", whole keys"
+        rank, _, some = rank.partition("r")
+        what += (f", compact keys of {rank}" if rank else ", whole keys") + (f", by the first {some} rows" if some else "")
         what += " in every 2nd layer, `dustin`'s in the others" if "+every2" in heads else ""
         if "+at" in heads:
             what += f", {len(LayerList().convert(which, None, None))} layers choose for all"

@@ -42,6 +42,8 @@ FURTHER = (
     Cell("dustin", "none+every1c64kv", 4096),
     Cell("dustin", "heuristic", 2048),
     Cell("dustin", "heuristic", 4096),
+    Cell("dustin", "none+every1c64r4kv", 1024),
+    Cell("dustin", "none+every1c64r5kv", 1024),
     Cell("dustin", "none+every1c64kv", 512),
     Cell("oracle by layer", "heuristic", 1024),
     Cell("dustin", "heuristic+every2c64kv", 1024),

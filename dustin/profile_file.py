@@ -21,7 +21,7 @@ SHIPPED = Path(__file__).resolve().parent / "profiles"
 _NUMBERS = {
     "lookahead_share": float, "history_rows": int, "history_decay": float, "lookahead_decay": float, "smoothing": int,
     "refresh": int, "pool": int, "reselection_rank": int, "reselection_by_kv_head": bool,
-    "reselection_reuse": bool,
+    "reselection_reuse": bool, "reselection_rows": int,
 }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ class Scoring:
 
     `target` and `draft` are the scoring heads; `lookahead_share` is m; `dense_layers` ignore the set; at the layers of
     `reselection` their heads' queries of the rows in flight choose it anew, by compact keys of `reselection_rank` numbers (0:
-    by whole ones), with `reselection_reuse` for the layers up to the next of these too. The target's history is
+    by whole ones; the first `reselection_rows` of them), with `reselection_reuse` for the layers up to the next of these too. The
+    target's history is
     the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before; the
     draft's are those of its drafted rows, plus `lookahead_decay` times those of the rounds before; `smoothing` is the width in
     tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are scored, in the rounds between only the
@@ -38,6 +39,7 @@ class Scoring:
     reselection_rank: int = 0
     reselection_by_kv_head: bool = False
     reselection_reuse: bool = False
+    reselection_rows: int = 16
     source: str = "heuristic"
 
     def pool_for(self, budget: int) -> int:

@@ -60,7 +60,7 @@ class QuotaSelector(BaseSelector):
             return None
         self.cost.target_bytes += ReadBytes(context.target.spec).reselection(self._scoring, sum(context.lengths))
         # With the lag, no set may depend on the drafts that it will judge: the pending token's queries alone choose.
-        rows = 1 if options.lookahead_lag == 1 else RESELECTION_ROWS
+        rows = 1 if options.lookahead_lag == 1 else self._scoring.reselection_rows
         windows = (options.num_sink_tokens, options.num_recent_tokens)
         scoring = self._scoring
         by_kv_head, reuse = scoring.reselection_by_kv_head, scoring.reselection_reuse
@@ -128,7 +128,5 @@ class QuotaSelector(BaseSelector):
         )
 
 
-# Rows in flight that choose anew: all of a usual round's.
-RESELECTION_ROWS = 16
 # SpecAttn's top-p of the draft's attention mass (arXiv 2510.27641) where --top-mass does not say otherwise.
 SPECATTN_MASS = 0.95

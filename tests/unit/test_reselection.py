@@ -354,6 +354,13 @@ def test_under_the_interpreter():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+class _Asked:
+    """What a selector needs of a round to say which layers choose."""
+
+    def __init__(self, spec):
+        self.target, self.lengths = type("Target", (), {"spec": spec})(), (10,)
+
+
 def test_the_selector_asks_for_it_and_counts_it():
     from dustin.config import EngineOptions
     from dustin.errors import UsageError
@@ -382,7 +389,12 @@ def test_the_selector_asks_for_it_and_counts_it():
     profile = Profile("p", ("f",), (), scoring)
     assert from_json(to_json(profile), "here").scoring == dataclasses.replace(scoring, source="profile p")
     old = to_json(profile)
-    for name in ("reselection_heads", "reselection_rank", "reselection_by_kv_head", "reselection_reuse"):
+    assert selector._again(_Asked(spec)).max_rows == 16
+    fewer = create_selector(options, dataclasses.replace(scoring, reselection_rows=4), spec)
+    assert fewer._again(_Asked(spec)).max_rows == 4
+    lagged = create_selector(dataclasses.replace(options, lookahead_lag=1), scoring, spec)
+    assert lagged._again(_Asked(spec)).max_rows == 1
+    for name in ("reselection_heads", "reselection_rank", "reselection_by_kv_head", "reselection_reuse", "reselection_rows"):
         del old["scoring"][name]
     assert not from_json(old, "here").scoring.reselection.heads
     assert all_heads(spec, [0, 3]) == scoring.reselection
