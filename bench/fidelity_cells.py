@@ -111,7 +111,8 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
 
     With `/8` all tokens are scored every 8th round, in between a pool of POOL. With `+every4` the rows in flight choose anew at
     every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers (`c32r4`: the first
-    4 rows alone choose), with `kv` at the end each kv head its own. `+at0-4,7` instead names the layers, which then choose for those after them too.
+    4 rows alone choose), with `kv` at the end each kv head its own. `+at0-4,7` instead names the layers, which then choose for
+    those after them too.
     """
     kind = "+every" if "+every" in name else "+at"
     if kind in name:
