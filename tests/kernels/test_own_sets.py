@@ -70,13 +70,30 @@ def test_codes_and_queries(device: str, rank: int) -> None:
     assert (codes[~written] == 5).all()
 
 
+def check_by_kv_head(case, codes: torch.Tensor, lengths: list[int], rows: list[int], q: torch.Tensor, scores: torch.Tensor) -> None:
+    """Scores [B * Hkv, columns] are the mean softmax of each kv head's queries over the numbers in its codes, at a scale of 0.2."""
+    kv_heads = len(scores) // len(lengths)
+    group = q.shape[2] // kv_heads
+    for b, length in enumerate(lengths):
+        keys = numbers_of(rows_of(case, codes, b, length))
+        for h in range(kv_heads):
+            mine = scores[b * kv_heads + h]
+            assert mine[length:].isneginf().all()
+            if not rows[b] or not length:
+                assert (mine[:length] == 0).all()
+                continue
+            asked = q[b, : rows[b], h * group : (h + 1) * group].double()
+            want = torch.softmax(torch.einsum("rgd,nd->rgn", asked, keys[:, h].double()) * 0.2, -1).mean((0, 1))
+            check_parity(mine[:length], want.float(), torch.float32 if q.dtype == torch.float32 else torch.float16)
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_scores_by_kv_head(device: str, keep: bool) -> None:
     """Every kv head's own mass, by packed keys, in both ways of unpacking them."""
     case, (num_heads, kv_heads, _), lengths = a_case(device, torch.float32, 3)
     rank, rows = 32 if device == "cpu" else 64, [3, 2, 0]
     codes = torch.randint(-128, 128, (*case.k_pool.shape[:3], rank // 2), dtype=torch.int8, device=device)
-    groups, group = group_heads(tuple(range(num_heads)), num_heads, kv_heads, device), num_heads // kv_heads
+    groups = group_heads(tuple(range(num_heads)), num_heads, kv_heads, device)
     columns = max(lengths) + 2
     # The interpreter has no bfloat16.
     for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if device == "cuda" else [])):
@@ -86,46 +103,27 @@ def test_scores_by_kv_head(device: str, keep: bool) -> None:
         score_heads(
             q, codes, case.page_table, case.lengths, groups, scores, num_rows=fed, scale=0.2, keep_weights=keep, by_group=True
         )
-        for b, length in enumerate(lengths):
-            keys = numbers_of(rows_of(case, codes, b, length))
-            for h in range(kv_heads):
-                mine = scores[b * kv_heads + h]
-                assert mine[length:].isneginf().all()
-                if not rows[b] or not length:
-                    assert (mine[:length] == 0).all()
-                    continue
-                asked = q[b, : rows[b], h * group : (h + 1) * group].double()
-                want = torch.softmax(torch.einsum("rgd,nd->rgn", asked, keys[:, h].double()) * 0.2, -1).mean((0, 1))
-                check_parity(mine[:length], want.float(), torch.float32 if dtype == torch.float32 else torch.float16)
+        check_by_kv_head(case, codes, lengths, rows, q, scores)
     with pytest.raises(ValueError, match="by_group: expected one layer, got 2"):
         score_layers([q] * 2, [codes] * 2, case.page_table, case.lengths, [groups] * 2, scores, num_rows=fed, by_group=True)
 
 
-@pytest.mark.parametrize("chunk", [64, 32, 0])
-def test_scores_by_packed_keys_alone(device: str, chunk: int) -> None:
+@pytest.mark.parametrize(("tile", "chunk"), [(16, 64), (32, 32), (64, 64), (128, 128), (0, 0)])
+def test_scores_by_packed_keys_alone(device: str, tile: int, chunk: int) -> None:
     """packed_scores is the mean softmax of each kv head, whatever the chunks; a far first tile moves no sum out of range."""
     case, (num_heads, kv_heads, _), lengths = a_case(device, torch.float32, 3)
-    rank, rows, group = 32 if device == "cpu" else 64, [3, 2, 0], num_heads // kv_heads
+    rank, rows = 32 if device == "cpu" else 64, [3, 2, 0]
     codes = torch.randint(-128, 128, (*case.k_pool.shape[:3], rank // 2), dtype=torch.int8, device=device)
     columns = max(lengths) + 2
     fed = torch.tensor(rows, dtype=torch.int32, device=device)
-    small = PackedConfig(16, chunk, 32, 2) if device == "cpu" else PackedConfig(64, 16 * chunk, 256, 3)
-    config = small if chunk else None
+    # Tiles of less than a page of 32 keys, of one, two and four.
+    some = PackedConfig(tile, chunk, 128, 2) if device == "cpu" else PackedConfig(max(64, tile), 16 * chunk, 256, 3)
+    config = some if chunk else None
     for dtype, size in ((torch.float32, 0.3), (torch.float16, 0.3), (torch.float16, 12.0)):
         q = (torch.randn(3, 3, num_heads, rank, device=device) * size).to(dtype)
         scores = torch.full((3 * kv_heads, columns), float("nan"), device=device)
         packed_scores(q, codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2, config=config)
-        for b, length in enumerate(lengths):
-            keys = numbers_of(rows_of(case, codes, b, length))
-            for h in range(kv_heads):
-                mine = scores[b * kv_heads + h]
-                assert mine[length:].isneginf().all()
-                if not rows[b] or not length:
-                    assert (mine[:length] == 0).all()
-                    continue
-                asked = q[b, : rows[b], h * group : (h + 1) * group].double()
-                want = torch.softmax(torch.einsum("rgd,nd->rgn", asked, keys[:, h].double()) * 0.2, -1).mean((0, 1))
-                check_parity(mine[:length], want.float(), torch.float32 if dtype == torch.float32 else torch.float16)
+        check_by_kv_head(case, codes, lengths, rows, q, scores)
     with pytest.raises(ValueError, match="q: expected rows . heads per kv head <= 128, got 60 . 3|q: expected rows .* got 60 . 7"):
         packed_scores(q.repeat(1, 20, 1, 1), codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2)
 

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,3 +57,13 @@ def run_dustin(*args: str, environment: dict[str, str] | None = None) -> subproc
     return subprocess.run(
         [sys.executable, "-m", "dustin", *args], env=whole, capture_output=True, text=True, timeout=120, cwd=ROOT,
     )  # fmt: skip
+
+
+def mlx_launch(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`mlx.launch -n 2 -- python COMMAND` over the ring on loopback; skips where it is not installed."""
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    if not launcher.exists():
+        pytest.skip("mlx.launch is not installed")
+    run = [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", free_port(), "--", sys.executable, *command]
+    whole = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
+    return subprocess.run(run, env=whole, capture_output=True, text=True, timeout=240, cwd=ROOT)

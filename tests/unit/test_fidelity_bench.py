@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,8 @@ from dustin.reading import read_prompts
 from dustin.scoring import Scoring
 from tests.tiny_model import write
 
+pytestmark = pytest.mark.usefixtures("short_documents")
 CONTEXTS = ("1600", "3200")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short() -> Iterator[None]:
-    """Texts and answers of a few tokens: the whole bench in seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fidelity_cells, "ANSWER_TOKENS", 3)
-        text = {kind: make()[:9000] for kind, make in fidelity_documents.SOURCES.items() if kind != "code"}
-        patch.setattr(fidelity_documents, "SOURCES", {kind: (lambda kind=kind: text[kind]) for kind in text})
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +12,7 @@ import torch
 from dustin.backends.common.mirror import Mirrored, Problem, RankCache, SplitModel, attempt, raise_first
 from dustin.backends.common.steps import Steps
 from dustin.errors import MemoryLimitError, ModelError, UsageError
-
-ROOT = Path(__file__).parents[2]
+from tests.unit.rank_helpers import mlx_launch
 
 
 def met(error: Exception) -> Problem:
@@ -138,9 +132,6 @@ def test_all_ranks_with_one_problem_say_it_once() -> None:
 
 def test_mlx_ranks_agree_on_answers_of_any_length() -> None:
     """Longer than one exchange holds, on one rank only: no rank may refuse it alone, since the others would wait."""
-    launcher = Path(sys.executable).with_name("mlx.launch")
-    if not launcher.exists():
-        pytest.skip("mlx.launch is not installed")
     code = (
         "from dustin.backends.mlx_metal.ranks import join\n"
         "ranks = join()\n"
@@ -148,10 +139,6 @@ def test_mlx_ranks_agree_on_answers_of_any_length() -> None:
         "    found = ranks.agree(mine)\n"
         "    if ranks.rank == 0: print([len(str(x)) for x in found], flush=True)\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    run = [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", port, "--", sys.executable, "-c", code]
-    ended = subprocess.run(run, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    ended = mlx_launch("-c", code)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("[")]
     assert lines == ["[1, 1]", "[0, 9000]", "[3, 3]"], ended

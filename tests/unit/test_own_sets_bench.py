@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from bench import fidelity_cells, fidelity_documents, limit_tables, own_sets
+from bench import limit_tables, own_sets
 from tests.tiny_model import write
 
+pytestmark = pytest.mark.usefixtures("short_documents")
 CONTEXTS = (1400,)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short() -> Iterator[None]:
-    """Texts and answers of a few tokens: the whole bench in seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fidelity_cells, "ANSWER_TOKENS", 3)
-        text = {kind: make()[:9000] for kind, make in fidelity_documents.SOURCES.items() if kind != "code"}
-        patch.setattr(fidelity_documents, "SOURCES", {kind: (lambda kind=kind: text[kind]) for kind in text})
-        yield
 
 
 @pytest.fixture(scope="module")

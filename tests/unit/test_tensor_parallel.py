@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_model import write
-from tests.unit.rank_helpers import ROOT, finish, free_port, start
+from tests.unit.rank_helpers import ROOT, finish, mlx_launch, start
 
 ALL = ("ar", "dense", "self", "own-sets", "rectified", "exact", "quest", "sparse", "sparse-sampled", "pool")
 
@@ -172,23 +170,16 @@ def test_cuda_models_of_two_ranks_give_the_tokens_of_one(
 
 def test_two_mlx_ranks_give_the_tokens_of_one(models: tuple[Path, Path]) -> None:
     """mlx.launch over the ring on loopback, mlx-lm's own shard."""
-    launcher = Path(sys.executable).with_name("mlx.launch")
-    if not launcher.exists():
-        pytest.skip("mlx.launch is not installed")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DRIVER_BACKEND": "mlx"}
-    command = [sys.executable, str(ROOT / "tests" / "ranks_driver.py"), *map(str, models), *ALL[-4:], "ar"]
-    runs = (command, [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", free_port(), "--", *command])
-    one, two = (subprocess.run(run, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT) for run in runs)
-    assert one.returncode == two.returncode == 0, (one.stderr, two.stderr)
+    command = [str(ROOT / "tests" / "ranks_driver.py"), *map(str, models), *ALL[-4:], "ar"]
+    two = mlx_launch(*command, environment={"DRIVER_BACKEND": "mlx"})
+    (one,) = finish(start(1, command, {"DRIVER_BACKEND": "mlx"}))
+    assert one[0] == two.returncode == 0, (one, two.stderr)
     answers = [line for line in two.stdout.splitlines() if line.startswith("{")]
-    assert len(answers) == 1 and json.loads(answers[0]) == json.loads(one.stdout)
+    assert len(answers) == 1 and json.loads(answers[0]) == json.loads(one[1])
 
 
 def test_a_step_cut_short_ends_mlx_ranks(models: tuple[Path, Path]) -> None:
     """Ctrl-C inside rank 0's forward: later calls are refused, and the launcher ends the rank that waits in the middle of it."""
-    launcher = Path(sys.executable).with_name("mlx.launch")
-    if not launcher.exists():
-        pytest.skip("mlx.launch is not installed")
     code = (
         "import os, sys; from dustin.backends.mlx_metal import parallel; plain = parallel._forward\n"
         "def cut(ranks, *args):\n"
@@ -204,8 +195,7 @@ def test_a_step_cut_short_ends_mlx_ranks(models: tuple[Path, Path]) -> None:
         "    except KeyboardInterrupt: print('interrupted', flush=True)\n"
         "    except RankError as error: print(error, flush=True); parallel.leave(); sys.exit(1)\n"
     ).replace("{model}", str(models[0]))
-    run = [str(launcher), "-n", "2", "--backend", "ring", "--starting-port", free_port(), "--", sys.executable, "-c", code]
-    ended = subprocess.run(run, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    ended = mlx_launch("-c", code)
     assert "interrupted" in ended.stdout and "out of step: KeyboardInterrupt cut a step short" in ended.stdout, ended
 
 
