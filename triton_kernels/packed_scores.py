@@ -14,8 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_core import load_pages
-from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, check_tensor, num_multiprocessors, power_of_two
+from .runtime import (
+    INTERPRETED,
+    begin_dependent,
+    check_counts,
+    check_pools,
+    check_tensor,
+    num_multiprocessors,
+    power_of_two,
+    precision_of,
+)
 from .score_passes import IN_REGISTERS, unpack_halves
 
 # Rows times heads of a kv head: columns of a product.
@@ -25,11 +33,33 @@ MARGIN = tl.constexpr(30.0)
 
 
 @triton.jit
-def packed_logits(q_low, q_high, keys_of_head, page, start, keys, n, ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Products [BLOCK_N, M] of the codes at start + [0, BLOCK_N) and the queries, unscaled."""
-    if PAGE % BLOCK_N == 0:
-        rows = keys_of_head + (page.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
+def tile_pages(pages, start, keys, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the page of a tile of keys stands: (of all, or of the first half; of the second half), or of every key."""
+    if BLOCK_N <= PAGE or BLOCK_N == 2 * PAGE:
+        first = tl.load(pages + start // PAGE, mask=start < length, other=0)
+        second = first
+        if BLOCK_N == 2 * PAGE:
+            second = tl.load(pages + start // PAGE + 1, mask=start + PAGE < length, other=0)
     else:
+        first = tl.load(pages + (start + keys) // PAGE, mask=start + keys < length, other=0)
+        second = first
+    return first, second
+
+
+@triton.jit
+def packed_logits(
+    q_low, q_high, keys_of_head, first, second, start, keys, n,
+    ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products [BLOCK_N, M] of the codes at start + [0, BLOCK_N) and the queries, unscaled."""
+    if BLOCK_N <= PAGE:
+        rows = keys_of_head + (first.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
+    else:
+        if BLOCK_N == 2 * PAGE:
+            # Two numbers that all threads know: looked up key by key they would have to be exchanged between threads.
+            page = tl.where(keys < PAGE, first, second)
+        else:
+            page = first
         rows = keys_of_head + ((page * PAGE + keys % PAGE).to(tl.int64) * ROW)[:, None]
     packed = tl.load(rows + n[None, :])
     if IN_REGISTERS and q_low.dtype == tl.float16:
@@ -37,7 +67,7 @@ def packed_logits(q_low, q_high, keys_of_head, page, start, keys, n, ROW: tl.con
     else:
         pair = packed.to(tl.int32)
         low, high = ((pair << 28) >> 28).to(q_low.dtype), (pair >> 4).to(q_low.dtype)
-    return tl.dot(high, q_high, tl.dot(low, q_low))
+    return tl.dot(high, q_high, tl.dot(low, q_low, input_precision=PRECISION), input_precision=PRECISION)
 
 
 @triton.jit
@@ -56,7 +86,7 @@ def load_columns(
 def packed_sums_kernel(
     q, codes, page_table, lengths, num_rows, stats, stride_qb, stride_qr, stride_pt, R, num_chunks, scale_log2,
     G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, kv head, sequence): (shift, sum of 2^(logit - shift)) of its keys for every column."""
     begin_dependent(PDL)
@@ -76,18 +106,18 @@ def packed_sums_kernel(
     of_head = codes + h * HALF
     begin = chunk * CHUNK
     stop = tl.minimum(begin + CHUNK, length)
-    page = load_pages(pages, begin, keys, length, PAGE, BLOCK_N)
-    next_page = load_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
-    s = packed_logits(q_low, q_high, of_head, page, begin, keys, n, ROW, PAGE, BLOCK_N)
+    first, second = tile_pages(pages, begin, keys, length, PAGE, BLOCK_N)
+    next_first, next_second = tile_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
+    s = packed_logits(q_low, q_high, of_head, first, second, begin, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
     s = tl.where((begin + keys < length)[:, None], s, float("-inf"))
     shift = tl.max(s, 0) * scale_log2 + MARGIN
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(begin, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
+        s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
         # Two steps ahead, in registers; the maximum keeps the loop one that is pipelined (see score_logits_kernel).
-        page = tl.maximum(next_page, 0)
-        next_page = load_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
+        first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
+        next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
         p = tl.exp2(s * scale_log2 - shift[None, :])
         if start + BLOCK_N > length:
             p = tl.where((start + keys < length)[:, None], p, 0.0)
@@ -96,15 +126,15 @@ def packed_sums_kernel(
     if tl.max(total, 0) == float("inf"):
         # A key so far above the first tile's is all that counts: once more, about the maximum of all.
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        for start in range(begin, stop, BLOCK_N):
-            page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
-            s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
+        for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
+            first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
+            s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
             top = tl.maximum(top, tl.max(tl.where((start + keys < length)[:, None], s, float("-inf")), 0))
         shift = top * scale_log2
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for start in range(begin, stop, BLOCK_N):
-            page = load_pages(pages, start, keys, length, PAGE, BLOCK_N)
-            s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
+        for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
+            first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
+            s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
             sums += tl.where((start + keys < length)[:, None], tl.exp2(s * scale_log2 - shift[None, :]), 0.0)
         total = tl.sum(sums, 0)
     place = ((b.to(tl.int64) * HKV + h) * num_chunks + chunk) * (2 * BLOCK_M) + m
@@ -116,7 +146,7 @@ def packed_sums_kernel(
 def packed_mass_kernel(
     q, codes, page_table, lengths, num_rows, stats, scores, stride_qb, stride_qr, stride_pt, R, num_chunks, nmax, scale_log2,
     G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (SPAN keys, kv head, sequence): the mean over rows and heads of the softmax, -inf beyond the length."""
     begin_dependent(PDL)
@@ -146,14 +176,14 @@ def packed_mass_kernel(
     lse = tl.where(valid & (total > 0), top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
     pages = page_table + b.to(tl.int64) * stride_pt
     of_head = codes + h * HALF
-    page = load_pages(pages, begin, keys, length, PAGE, BLOCK_N)
-    next_page = load_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
+    first, second = tile_pages(pages, begin, keys, length, PAGE, BLOCK_N)
+    next_first, next_second = tile_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
     weight = 1.0 / (fed * G).to(tl.float32)
     for start in range(begin, tl.minimum(begin + SPAN, nmax), BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        s = packed_logits(q_low, q_high, of_head, page, start, keys, n, ROW, PAGE, BLOCK_N)
-        page = tl.maximum(next_page, 0)
-        next_page = load_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
+        s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
+        first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
+        next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
         mass = tl.sum(tl.exp2(s * scale_log2 - lse[None, :]), 1) * weight
         at = start + keys
         tl.store(row + at, tl.where(at < length, mass, float("-inf")), mask=at < nmax)
@@ -221,7 +251,8 @@ def packed_scores(
     options = {} if INTERPRETED else {"launch_pdl": True}
     common = {
         "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "BLOCK_N": config.block_n, "CHUNK": config.chunk,
-        "PAGE": page_size, "PDL": bool(options), "num_warps": config.num_warps, "num_stages": config.num_stages, **options,
+        "PAGE": page_size, "PRECISION": precision_of(q.dtype), "PDL": bool(options),
+        "num_warps": config.num_warps, "num_stages": config.num_stages, **options,
     }  # fmt: skip
     inputs = (q, codes, page_table, lengths, num_rows, stats)
     strides = (q.stride(0), q.stride(1), page_table.stride(0), rows, chunks)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagePool
 from dustin.backends.torch_triton.cuda_decode import DecodeBlocks, attention_config, supports
-from dustin.backends.torch_triton.cuda_fused import add_norm, silu_gate
+from dustin.backends.torch_triton.cuda_fused import add_norm
+from dustin.backends.torch_triton.cuda_wide import WideProducts
 from dustin.backends.torch_triton.model import Peers, embed
 from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Layer, Linear, Weights
@@ -20,7 +21,6 @@ from dustin.triton_kernels import sparse_verify as sparse
 from dustin.triton_kernels.argmax_rows import argmax_rows
 from dustin.triton_kernels.attention_core import AttentionConfig, AttentionWorkspace
 from dustin.triton_kernels.decode_linear import Stream
-from dustin.triton_kernels.gated_linear import gated_linear, gates_inside
 from dustin.triton_kernels.head_argmax import head_argmax
 from dustin.triton_kernels.rope_append import rope_append
 from dustin.triton_kernels.stream_rows import capture_heads, last_norm
@@ -31,9 +31,6 @@ from dustin.triton_kernels.translate_slots import translate_slots
 FUSED_HEAD_ROWS = range(5, 33)
 # Scratch of calls with more rows a sequence, prompts of any length, is made for each: they are many shapes, and no graphs.
 KEPT_ROWS = 64
-# For so many rows of a model too wide for DecodeBlocks the gate is applied inside the MLP's first product: 6 % of the products of
-# a plain step of 32 sequences (7B, one H200). From 128 rows on the library's product, and a gate after it, are faster.
-GATED_ROWS = range(17, 33)
 # Rows of one MLP product: bounds its intermediate [rows, 2 I] when a batch prefills.
 MLP_ROWS = 8192
 
@@ -133,6 +130,7 @@ class DeviceForward:
         # The blocks add the residual inside a product, where the sum over ranks is not known yet.
         fused = peers is None and supports(config, weights)
         self.blocks = DecodeBlocks(config, weights, pool, cos, sin) if fused else None
+        self.products = WideProducts(weights, peers is None)
 
     def run(
         self, inputs: Inputs, heads: Mapping[int, tuple[int, ...]], last_row_only: bool, logits: str
@@ -152,12 +150,12 @@ class DeviceForward:
         queries: dict[int, torch.Tensor] = {}
         update = None
         for i, layer in enumerate(self.weights.layers):
-            qkv = F.linear(add_norm(update, residual, layer.input_norm, eps), layer.qkv.weight, layer.qkv.bias)
+            qkv = self.products.linear("qkv", add_norm(update, residual, layer.input_norm, eps), layer.qkv)
             q = self._turn(layer, qkv if packed is None else qkv[packed.places], inputs, i, i in heads)
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
             attended = self._attend(q, inputs, i).view(batch * rows, -1)
-            update = self._product(attended if packed is None else attended[packed.rows], layer.output)
+            update = self._product("output", attended if packed is None else attended[packed.rows], layer.output)
             update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
         if logits == "none":
             return None, queries
@@ -172,10 +170,10 @@ class DeviceForward:
             out = self.peers.gather_columns(out)
         return out.view(batch, -1, out.shape[-1])[..., : self.vocab_size]
 
-    def _product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    def _product(self, name: str, x: torch.Tensor, layer: Linear) -> torch.Tensor:
         """x [R, in] times a weight of which each rank has some columns; over ranks it is valid until the next one."""
         if self.peers is None:
-            return F.linear(x, layer.weight, layer.bias)
+            return self.products.linear(name, x, layer)
         return self.peers.linear_sum(x, layer.weight, layer.bias)
 
     def _run_blocks(
@@ -281,7 +279,8 @@ class DeviceForward:
         codes = None if again.compact is None else pool.compact[again.compact][index]
         if inputs.set_lengths is None:
             sets = self.config.num_kv_heads if again.by_kv_head else 1
-            inputs.set_lengths = inputs.lengths[:, None].expand(-1, sets).reshape(-1)
+            # A copy also of one length, which would otherwise be the same place for all sets.
+            inputs.set_lengths = inputs.lengths[:, None].repeat(1, sets).flatten()
         rest = (inputs.lengths, inputs.num_tokens)
         indices, counts = again.choose(q, pool.keys[index], table, *rest, inputs.set_lengths, index, self.config, codes)
         return make_slots(indices, counts, *rest, table, pool.page_size, q.shape[1])
@@ -307,8 +306,6 @@ class DeviceForward:
     def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         parts = []
         for rows in x.split(MLP_ROWS):
-            up = layer.gate_up
-            inside = len(rows) in GATED_ROWS and up.bias is None and gates_inside(up.weight)
-            gated = gated_linear(rows, up.weight) if inside else silu_gate(F.linear(rows, up.weight, up.bias))
-            parts.append(self._product(gated, layer.down))
+            gated = self.products.gated(rows, layer.gate_up)
+            parts.append(self._product("down", gated, layer.down))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

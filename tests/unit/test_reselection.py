@@ -325,6 +325,30 @@ def test_a_gpu_equals_numpy(graphs):
 
 
 @interpreted
+@pytest.mark.parametrize("rank", [0, 32])
+def test_cuda_serves_one_sequence_alone(rank):
+    """As the same sequence in torch's CPU model: the lengths of its kv heads' sets are one number, several times."""
+    from dustin.backends.torch_triton.backend import create
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+    from dustin.backends.torch_triton.model import TorchModel
+
+    again = Reselection({0: (0, 1, 2, 3), 2: (0, 1, 2, 3)}, BUDGET, 2, 4, rank=rank, by_kv_head=True)
+    made = []
+    for backend, kind in ((create("cpu"), TorchModel), (CudaBackend(torch.device("cpu")), CudaModel)):
+        model = torch_model(kind)
+        model.fit_compact_keys(TEXT, 32)
+        cache = model.new_cache(1, 100)
+        model.forward(backend.tokens([[(7 * i) % 50 for i in range(70)]]), [70], cache, logits="none")
+        start = backend.select(
+            None, None, (70,), budget=BUDGET, num_sink_tokens=2, num_recent_tokens=4, num_draft_selected=0
+        )  # fmt: skip
+        out = model.forward(backend.tokens([[5, 9]]), [2], cache, token_set=dataclasses.replace(start, reselection=again))
+        made.append(out.logits)
+    torch.testing.assert_close(made[1], made[0], atol=2e-4, rtol=1e-4)
+
+
+@interpreted
 def test_cuda_codes_follow_the_keys():
     from dustin.backends.torch_triton.cuda_backend import CudaBackend
     from dustin.backends.torch_triton.cuda_model import CudaModel
