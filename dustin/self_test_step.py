@@ -24,7 +24,7 @@ def step_checks(device: str) -> Iterator[Check]:
         ("embed_rows", step.embed, step.embedded),
         ("norm_qkv", step.qkv, step.projected),
         ("norm_gate_up", step.gate_up, step.gated),
-        ("gated_linear", step.gate_inside, step.gated_inside),
+        ("wide_linear", step.alone, step.products),
         ("linear_add", step.add, step.added),
         ("last_norm", step.last, step.last_rows),
         ("capture_heads", step.capture, step.captured),
@@ -131,14 +131,17 @@ class _Step:
         gate, up = np.split(self.normed() @ self.wide("gate_up").T, 2, axis=1)
         return {"out": gate / (1 + np.exp(-gate)) * up}
 
-    def gate_inside(self) -> Outputs:
-        from dustin.triton_kernels.gated_linear import GatedConfig, gated_linear
+    def alone(self) -> Outputs:
+        from dustin.triton_kernels.wide_linear import WideConfig, wide_linear
 
-        return {"out": _host(gated_linear(self.half("x"), self.half("gate_up"), config=GatedConfig(16, 32)))}
+        x, w = self.half("x"), self.half("gate_up")
+        split = wide_linear(x, w, config=WideConfig(16, 32, splits=2))
+        return {"out": _host(wide_linear(x, w, gate=True, config=WideConfig(16, 32))), "split": _host(split)}
 
-    def gated_inside(self) -> Outputs:
-        gate, up = np.split(self.wide("x") @ self.wide("gate_up").T, 2, axis=1)
-        return {"out": gate / (1 + np.exp(-gate)) * up}
+    def products(self) -> Outputs:
+        product = self.wide("x") @ self.wide("gate_up").T
+        gate, up = np.split(product, 2, axis=1)
+        return {"out": gate / (1 + np.exp(-gate)) * up, "split": product}
 
     def add(self) -> Outputs:
         from dustin.triton_kernels.linear_add import linear_add

@@ -34,18 +34,18 @@ def choose_config(product: str, rows: int, depth: int, half_head: int) -> Linear
         return LinearConfig(16 if few and half_head % 16 == 0 else 8, 128, num_warps=2 if some else 4, num_stages=7)
     if product == "gate_up":
         # Asking for all of these weights early only crowds out what the kernel before reads.
-        if few:
+        if rows <= 8:
             return LinearConfig(32, 128, num_stages=4, prefetch_bytes=0)
-        if some:
+        if some and not few:
             return LinearConfig(64, 64, num_warps=8, num_stages=6, swap=True, prefetch_bytes=0)
-        return LinearConfig(64, 128, num_warps=8, num_stages=3, prefetch_bytes=0)
+        return LinearConfig(32, 64, num_stages=6, swap=True, prefetch_bytes=0)
     if product == "output":
         return LinearConfig(8 if few else 16, 128, num_warps=2 if some else 4, num_stages=7)
     if few:
         return LinearConfig(32, 128, splits=max(1, round(depth / 608)), num_stages=5)
     if some:
         return LinearConfig(64, 128, splits=max(1, round(depth / 972)), num_stages=6, swap=True, prefetch_bytes=0)
-    return LinearConfig(64, 128, splits=max(1, round(depth / 608)), num_stages=5)
+    return LinearConfig(64, 64, splits=max(1, round(depth / 695)), num_stages=8, swap=True, prefetch_bytes=0)
 
 
 def attention_config(base: AttentionConfig, batch: int, num_kv_heads: int, packed_rows: int, head_dim: int) -> AttentionConfig:

@@ -209,18 +209,23 @@ def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
 def decode_launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """The products of a decoding step at the shapes of a 0.5B and a 1.5B model, in the configurations that the model chooses."""
     from dustin.backends.torch_triton.cuda_decode import choose_config
+    from dustin.backends.torch_triton.cuda_wide import CONFIGS
     from dustin.triton_kernels.decode_linear import LinearScratch, Stream
-    from dustin.triton_kernels.gated_linear import gated_linear
     from dustin.triton_kernels.head_argmax import head_argmax
     from dustin.triton_kernels.linear_add import linear_add
     from dustin.triton_kernels.norm_linear import norm_gate_up, norm_qkv
     from dustin.triton_kernels.stream_rows import capture_heads, embed_rows, last_norm
+    from dustin.triton_kernels.wide_linear import wide_linear
 
     def half(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16)
 
+    shapes = {"qkv": (4608, 3584), "output": (3584, 3584), "gate_up": (2 * 18944, 3584), "down": (3584, 18944)}
     for rows in (1, 16, 32, 64):
-        yield f"gated_linear 3584/18944 {rows} rows", partial(gated_linear, half(rows, 3584), half(2 * 18944, 3584))
+        for product, chosen in CONFIGS[max(rows, 16)].items():
+            size, depth = shapes[product]
+            given = {"bias": half(size) if product == "qkv" else None, "gate": product == "gate_up", "config": chosen}
+            yield f"wide_linear {product} {rows} rows", partial(wide_linear, half(rows, depth), half(size, depth), **given)
     scratch = LinearScratch(100_000, 10_000_000, 10_000, torch.device("cpu"))
     for hidden, inner, num_heads, num_kv_heads, dim in ((896, 4864, 14, 2, 64), (1536, 8960, 12, 2, 128)):
         for rows in (1, 8, 32, 64):

@@ -7,9 +7,9 @@ import torch
 
 from dustin.triton_kernels import stream_rows
 from dustin.triton_kernels.decode_linear import LinearConfig, LinearScratch, Stream
-from dustin.triton_kernels.gated_linear import GatedConfig, gated_linear
 from dustin.triton_kernels.linear_add import linear_add
 from dustin.triton_kernels.norm_linear import norm_gate_up, norm_qkv
+from dustin.triton_kernels.wide_linear import WideConfig, WideScratch, wide_linear
 from tests.kernels.conftest import INTERPRETED
 
 EPS = 1e-6
@@ -108,20 +108,35 @@ def test_queries_are_rotated_and_keys_and_values_go_to_the_pages_of_fed_rows(dev
 
 
 @pytest.mark.parametrize("rows", [1, 5, 24, 40])
-def test_gated_linear_is_the_gated_product(device, rows):
+def test_wide_linear_with_the_gate_inside(device, rows):
     x, w = normal(rows, 104, device=device, seed=0), normal(2 * 48, 104, device=device, seed=1, scale=0.1)
     gate, up = (x.double() @ w.double().T).chunk(2, 1)
-    out = gated_linear(x, w, config=GatedConfig(16, 32))
+    out = wide_linear(x, w, gate=True, config=WideConfig(16, 32))
     assert out.shape == (rows, 48)
     assert rms(out, torch.nn.functional.silu(gate) * up) < limit()
 
 
-def test_gated_linear_refuses_halves_that_tiles_do_not_fill(device):
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("rows", [1, 24])
+def test_wide_linear_is_the_product_and_leaves_its_counters_at_zero(device, rows, splits):
+    x, w, bias = (normal(*s, device=device, seed=i) for i, s in enumerate([(rows, 104), (40, 104), (40,)]))
+    scratch = WideScratch(3 * 3 * 16 * 32, 3, device)
+    for b in (bias, None):
+        out = wide_linear(x, w, b, config=WideConfig(16, 32, splits), scratch=scratch)
+        assert rms(out, x.double() @ w.double().T + (0 if b is None else b.double())) < limit()
+        assert not scratch.counters.any()
+
+
+def test_wide_linear_names_what_is_wrong(device):
     x, w = normal(4, 32, device=device, seed=0), normal(2 * 40, 32, device=device, seed=1)
-    with pytest.raises(ValueError, match=r"weight: expected two halves of a multiple of 16 rows .* got \[80, 32\]"):
-        gated_linear(x, w, config=GatedConfig(16, 32))
-    with pytest.raises(ValueError, match="x: expected 1 to 64 rows"):
-        gated_linear(normal(65, 32, device=device, seed=0), w[:64].contiguous(), config=GatedConfig(16, 32))
+    with pytest.raises(ValueError, match=r"weight: expected two halves of a multiple of 16 rows, got \[80, 32\]"):
+        wide_linear(x, w, gate=True, config=WideConfig(16, 32))
+    with pytest.raises(ValueError, match="gate: expected no bias and one split, got 2 splits"):
+        wide_linear(x, w[:64].contiguous(), gate=True, config=WideConfig(16, 32, splits=2))
+    with pytest.raises(ValueError, match="x: expected 1 to 64 rows.* got 65"):
+        wide_linear(normal(65, 32, device=device, seed=0), w)
+    with pytest.raises(ValueError, match="scratch.partials: expected at least"):
+        wide_linear(x, w, config=WideConfig(16, 16, splits=2), scratch=WideScratch(1, 9, device))
 
 
 def test_embedding_last_norm_and_captured_heads(device):

@@ -315,17 +315,17 @@ def test_a_draft_that_lags_reads_first_what_it_missed():
 
 
 @interpreted
-@pytest.mark.parametrize("rows, inside", [(6, True), (8, False)])
-def test_the_gate_inside_the_product_gives_what_a_gate_after_it_gives(rows, inside, monkeypatch):
-    from dustin.backends.torch_triton import cuda_decode, cuda_forward
+@pytest.mark.parametrize("rows, named", [(6, {"qkv", "output", "gate_up", "down"}), (24, {"output", "gate_up"}), (66, set())])
+def test_products_of_few_rows_are_the_librarys(rows, named, monkeypatch):
+    from dustin.backends.torch_triton import cuda_decode, cuda_wide
 
     monkeypatch.setattr(cuda_decode, "MAX_HIDDEN", 0)
-    monkeypatch.setattr(cuda_forward, "GATED_ROWS", range(4, 7))
     # Six programs on the interpreter's four processors.
     expected_model, model = make_models(torch.float16, intermediate_size=384)
-    products, gated = [], cuda_forward.gated_linear
-    monkeypatch.setattr(cuda_forward, "gated_linear", lambda x, w: products.append(len(x)) or gated(x, w))
+    shapes = {(128, 64): "qkv", (64, 64): "output", (768, 64): "gate_up", (64, 384): "down"}
+    made, wide = set(), cuda_wide.wide_linear
+    monkeypatch.setattr(cuda_wide, "wide_linear", lambda x, w, *r, **o: made.add(shapes[tuple(w.shape)]) or wide(x, w, *r, **o))
     tokens = torch.randint(0, 50, (2, rows // 2), generator=torch.Generator().manual_seed(0))
-    out, expected = (m.forward(tokens, [rows // 2] * 2, m.new_cache(2, 8)).logits for m in (model, expected_model))
-    assert products == ([rows] * 2 if inside else [])
+    out, expected = (m.forward(tokens, [rows // 2] * 2, m.new_cache(2, 40)).logits for m in (model, expected_model))
+    assert made == named
     assert near(out, expected)
