@@ -23,7 +23,7 @@ from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
 from dustin.retrieval_heads import best_heads, needle_prompts, rank_heads, ranked_layers
 from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
-from dustin.selection import prepare
+from dustin.selection import prepare, usable
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
 
@@ -308,7 +308,7 @@ def _calibrate(
     rankings, answered = _retrieval(backend, target, draft, tokenizer, options, say)
     replay = record(backend, target, draft, tokenizer, options, say)
     ready = time.perf_counter()
-    known = scoring_of(EngineOptions(), target.spec, draft.spec if draft else None)
+    known = usable(scoring_of(EngineOptions(), target.spec, draft.spec if draft else None), target, tokenizer)
     known = known if pools else replace(known, refresh=1)
     # Own sets get what is left of the time: most of it where the pair has a profile, whose scoring stays.
     first = replace(options, seconds=options.seconds * (0.6 if options.own_sets else 1.0))

@@ -302,6 +302,34 @@ def test_a_profile_is_found_by_fingerprint_and_named(tmp_path: Path, monkeypatch
         assert scoring_of(session.options, spec, draft().spec).source == "heuristic"
 
 
+class WithoutCompactKeys:
+    """A model of a backend that keeps none."""
+
+    def __init__(self, model) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str):
+        if name == "fit_compact_keys":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+
+def test_a_profile_with_sets_of_layers_is_no_start_where_none_can_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by another backend: its scoring heads are, in one set for all layers."""
+    from dustin.backends.numpy_reference.model import random_model
+    from tests.unit.engine_helpers import backend, tiny
+
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path))
+    target, draft = (random_model(replace(tiny(), vocab_size=303, num_layers=n), seed=n) for n in (3, 2))
+    own = {"reselection": all_heads(target.spec, [1]), "reselection_rank": 32, "reselection_by_kv_head": True}
+    profile = profile_of(target.spec, draft.spec, **own)
+    profile_file.write(profile, profile_file.default_path(profile))
+    shape = {"context": 240, "documents": 1, "tokens": 9, "allowance": 440, "num_draft_tokens": 2, "prefill_chunk": 64}
+    options, lines = CalibrationOptions(seconds=1.0, **shape), []  # type: ignore[arg-type, var-annotated]
+    made = calibrate(backend, WithoutCompactKeys(target), draft, Words(), options, lines.append)  # type: ignore[arg-type]
+    assert not made.scoring.reselection.heads and any("the profile so far" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
