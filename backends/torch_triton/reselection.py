@@ -14,10 +14,13 @@ from dustin.interfaces import Reselection
 from dustin.triton_kernels.packed_rows import packed_rows
 from dustin.triton_kernels.packed_scores import packed_scores
 from dustin.triton_kernels.score_heads import group_heads, score_heads
+from dustin.triton_kernels.select_best import select_best
 from dustin.triton_kernels.select_tokens import select_tokens
 
 # Larger sets are chosen by torch's own operations: the kernel sorts what it chooses in registers.
 MAX_SELECTED = 2048
+# Choose by bins (select_best) instead; not timed yet.
+SELECT_BEST = False
 # Rows times heads of a kv head that score_heads takes at once.
 SCORE_ROWS = 128
 
@@ -93,9 +96,9 @@ class Rechoice:
             score_heads(
                 chosen, keys, page_table, lengths, groups, scores, num_rows=counts, scale=scale, by_group=sets > 1
             )  # fmt: skip
+        windows = {"num_sink_tokens": self.num_sink_tokens, "num_recent_tokens": self.num_recent_tokens}
+        if SELECT_BEST:
+            return select_best(scores, set_lengths, budget=self.budget, **windows)
         if self.budget > MAX_SELECTED:
-            return ops.choose(scores, set_lengths, self.budget, self.num_sink_tokens, self.num_recent_tokens)
-        return select_tokens(
-            scores, None, set_lengths, budget=self.budget, num_sink_tokens=self.num_sink_tokens,
-            num_recent_tokens=self.num_recent_tokens, num_draft_selected=0,
-        )  # fmt: skip
+            return ops.choose(scores, set_lengths, self.budget, **windows)
+        return select_tokens(scores, None, set_lengths, budget=self.budget, num_draft_selected=0, **windows)
