@@ -27,6 +27,8 @@ def whole_rounds() -> list[dict[str, Any]]:
 
 def _label(row: dict[str, Any]) -> str:
     drafts = f", {row['num_draft_tokens']} drafts" if row.get("num_draft_tokens") else ""
+    if row.get("drafts_in_check") not in (None, row.get("num_draft_tokens")):
+        drafts += f" and {row['drafts_in_check']} at the end"
     budget = f", budget {row['budget']}" if row.get("budget") not in (None, USUAL_BUDGET) else ""
     return row["mode"] + drafts + budget
 
@@ -52,8 +54,8 @@ def decode() -> str:
     note = (
         "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
         f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
-        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; commands and commits are in the rows, "
-        f"the first is `{first['command']}` at {first['commit']}."
+        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; the host reads a round's tokens while "
+        f"the next one runs; commands and commits are in the rows, the first is `{first['command']}` at {first['commit']}."
     )
     return markdown(["mode", "scoring heads", "acceptance", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
 
