@@ -23,6 +23,8 @@ _MIN_KV_SHARE = 0.4
 # Change plans for this much more speed. A mode out of use gets a look for a share of the time: the larger one while it would
 # win if the evidence were one standard error better.
 _MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.15
+# Steps of plain decoding are timed again for this share of the time, two at once.
+_PLAIN_SHARE = 0.005
 # Plain decoding is timed where it would win if the card's cost model had it too slow by this factor.
 _MODEL_DOUBT = 1.25
 # A plan is thought over after so many rounds, then whenever it is twice as old, at last every so many: thinking takes a
@@ -191,7 +193,16 @@ class AutoPlanner:
             return AR
         doubted = self._speeds(budgets, doubt=1.0)
         waits = []
-        for family in dict.fromkeys(plan.family for plan in speeds if plan.mode != "ar" and plan.family != self._plan.family):
+        for family in dict.fromkeys(plan.family for plan in speeds if plan.family != self._plan.family):
+            if family == AR.family:
+                # Nothing may be slower than plain decoding, and what it was timed at may have been an accident: by the clock
+                # alone. A round of any other plan contains one of its steps, whatever they were timed at.
+                wait = min(self._seconds(AR), self._seconds(self._plan)) / _PLAIN_SHARE
+                due = self._seen_at.get(family, 0.0) + wait
+                if self._now > due:
+                    return AR
+                waits.append(max(wait / 8, due - self._now))
+                continue
             plans = [plan for plan in speeds if plan.family == family]
             # What ran before has its graphs: another size would cost its warm-up for a look.
             tried = [plan for plan in plans if self._tried(plan)]

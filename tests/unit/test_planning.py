@@ -331,3 +331,19 @@ def test_recording_is_a_price_of_trying_a_size_and_of_nothing_else() -> None:
     assert planner.costs.warm_up("dense") == pytest.approx(0.5) and planner.costs.warm_up("exact") == pytest.approx(2.0)
     # What a session may spend on trying a size is earned by rounds, not by recording.
     assert planner.prices.elapsed == pytest.approx(0.3)
+
+
+def test_plain_decoding_that_was_timed_at_a_bad_moment_is_timed_again() -> None:
+    """Three rounds, while something else kept the device busy, must not keep a session from what is fastest."""
+    planner, rng = AutoPlanner(SPEC, "draft", BUDGET, 4, 16, recorded=True), np.random.default_rng(0)
+    plain, dense, seen, spent = 0.002, 0.005, 0, {}
+    for round_ in range(2500):
+        plan = planner.choose([600 + round_ // 4])
+        drafts = plan.num_draft_tokens if plan.mode == "dense" else 0
+        seen += not drafts
+        seconds = (dense if drafts else 0.004 if seen <= 3 else plain) * rng.uniform(0.97, 1.03)
+        kept = int(rng.random() < 0.5) + int(rng.random() < 0.4) if drafts else 0
+        planner.record([Look("dense" if drafts else "plain", drafts, [min(kept, drafts)], seconds)], seconds)
+        if round_ >= 1500:
+            spent[plan.mode] = spent.get(plan.mode, 0.0) + seconds
+    assert spent["ar"] > 0.85 * sum(spent.values())
