@@ -227,8 +227,8 @@ def packed_scores(
     softmax(q . K * scale) over [0, lengths[b]), and -inf at and beyond it.
 
     q [B, R, Hq, rank] (a row's heads contiguous), in float16 for codes to be unpacked without conversions; codes int8 [pages,
-    page_size, Hkv, rank / 2] as packed_rows writes them; page_table [B, max_pages], lengths and num_rows [B] int32 (0 rows: scores
-    of 0). Returns scores. Raises ValueError on bad input.
+    page_size, Hkv, rank / 2] as packed_rows writes them; page_table [B, max_pages], lengths and num_rows [B] int32 (no more than
+    R count; 0 rows: scores of 0). Returns scores. Raises ValueError on bad input.
     """
     check_tensor("codes", codes, (None, None, None, None), (torch.int8,), q)
     pages, page_size, kv_heads, half = codes.shape

@@ -89,12 +89,13 @@ class Rechoice:
             together = heads == tuple(range(first, last))
             chosen = chosen[:, :, first:last] if together else torch.stack([chosen[:, :, head] for head in heads], 2)
         scores = torch.empty(len(set_lengths), page_table.shape[1] * keys.shape[1], dtype=torch.float32, device=q.device)
-        counts, scale = num_tokens.clamp(max=rows), config.head_dim**-0.5
+        scale = config.head_dim**-0.5
         if keys.dtype == torch.int8 and sets == config.num_kv_heads and chosen.shape[2] == config.num_heads:
-            packed_scores(chosen, keys, page_table, lengths, scores, num_rows=counts, scale=scale)
+            packed_scores(chosen, keys, page_table, lengths, scores, num_rows=num_tokens, scale=scale)
         else:
             score_heads(
-                chosen, keys, page_table, lengths, groups, scores, num_rows=counts, scale=scale, by_group=sets > 1
+                chosen, keys, page_table, lengths, groups, scores, num_rows=num_tokens.clamp(max=rows), scale=scale,
+                by_group=sets > 1,
             )  # fmt: skip
         windows = {"num_sink_tokens": self.num_sink_tokens, "num_recent_tokens": self.num_recent_tokens}
         if SELECT_BEST:
