@@ -85,6 +85,8 @@ class Engine:
         self.looks: list[Look] = []
         self._uniforms: list[list[float]] = []
         self._ahead: PlainAhead | None = None
+        # Whether the device was told to do something else since the last round, which the next one waits for.
+        self.disturbed = False
 
     # Start.
 
@@ -149,7 +151,8 @@ class Engine:
         mode = self.chosen.mode
         self.stats.mode_rounds[mode] += 1
         self.looks = []
-        late = self.drafter.drop() if mode == "ar" else self._ahead is not None
+        late = (self.drafter.drop() if mode == "ar" else self._ahead is not None) or self.disturbed
+        self.disturbed = False
         self._ahead = self._ahead if mode == "ar" else None
         read = self.stats.kv_bytes_read, self.stats.draft_kv_bytes_read
         try:
@@ -164,7 +167,7 @@ class Engine:
         self.stats.decode_seconds += elapsed
         if self.planner is not None:
             recording = max(0.0, self._recording() - recorded)
-            # A round that had to wait for steps begun for another mode tells nothing of its own price.
+            # A round that had to wait for steps begun for another mode, or for prompts, tells nothing of its own price.
             self.planner.record([] if late else self.looks, elapsed - recording, recording)
             if not self.active or self.stats.rounds % 16 == 0:
                 self.stats.plan = self.planner.as_dict()

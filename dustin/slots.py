@@ -181,6 +181,7 @@ class SlotEngine(Engine):
             for row, want, have in zip(self.rows, wanted, reached, strict=True)
         ]
         events = self._read_parts(parts) if any(parts) else []
+        self.disturbed = True
         self.stats.prefill_seconds += time.perf_counter() - began
         return events
 

@@ -11,6 +11,7 @@ import pytest
 from dustin import engine as engine_module
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.planning import AutoPlanner, Look, Plan
+from dustin.sequence import Sequence as Row
 from tests.unit.engine_helpers import PATTERNS, VOCAB, ScriptedDrafter, greedy, make_engine, run, target
 from tests.unit.test_slots import opened, serve
 
@@ -122,6 +123,31 @@ def test_a_plain_round_that_waits_for_steps_begun_for_another_is_not_timed() -> 
     run(engine, PROMPTS, RequestOptions(max_tokens=60))
     plain = [looks for plan, looks in planner.told if plan.mode == "ar"]
     assert [not looks for looks in plain[: len(dropped)]] == dropped and len(dropped) == len(plain) > 1
+
+
+def test_rounds_beside_which_prompts_are_read_are_not_timed() -> None:
+    engine = opened(OPTIONS, "draft", 2)
+    planner = RandomPlanner("draft", 0)
+    engine._auto = planner, engine.options
+    prompts = PROMPTS[2], PROMPTS[0][:47]
+    long, late = (Row(slot, prompts[slot], RequestOptions(max_tokens=30), 30, frozenset(), None) for slot in (0, 1))
+    engine.admit(long)
+    while engine.reading:
+        engine.read_chunk(16)
+    quiet = []
+    while engine.active:
+        if len(planner.told) == 3:
+            engine.admit(late)
+        reading = bool(engine.reading)
+        if reading:
+            engine.read_chunk(4)
+        engine.step()
+        # The first round comes right after the first prompt.
+        quiet.append(not reading and len(planner.told) > 1)
+    assert quiet.count(False) > 3 and quiet.count(True) > 3
+    for calm, (_, looks) in zip(quiet, planner.told, strict=True):
+        assert calm or not looks
+    assert any(looks for calm, (_, looks) in zip(quiet, planner.told, strict=True) if calm)
 
 
 def test_rounds_are_timed_without_what_was_recorded_in_them() -> None:
