@@ -73,7 +73,8 @@ def warm_up(
         while greedy and 2 * length <= min(context, _LONGEST):
             length *= 2
             # Compiled, not recorded: graphs of scores are kept for few contexts, and those are for the real ones.
-            run.rounds(plans[-1], length, 1 if plans[-1].mode == "exact" else 2)
+            for plan in plans[1:] or plans:
+                run.rounds(plan, length, 1 if plan.mode == "exact" else 2)
         del engine, run
         # The pages are free, for the next caches to find them and the graphs over them.
         gc.collect()
