@@ -16,7 +16,7 @@ from dustin.backends.torch_triton.cache import check_forward
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_draft import BegunSteps, DraftChain
-from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots
+from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots, pack
 from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes, graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_part import BegunCall, CachePart
@@ -321,6 +321,8 @@ class _Call:
             # Prompts come in any number of rows: nothing is kept for each.
             static = self._static(tokens.shape, dict(widths))
             self._fill(static, tokens, lengths, counts)
+            if self._logits != "all" and 8 * sum(counts) <= 7 * tokens.numel():
+                static.inputs.packed = pack(static.inputs.num_tokens, tokens.shape[1], sum(counts))
             return self._launch(static.inputs, static.sets)
         found = self._engine.graphs.get(key)
         if found is None:

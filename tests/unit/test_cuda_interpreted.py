@@ -329,3 +329,26 @@ def test_products_of_few_rows_are_the_librarys(rows, named, monkeypatch):
     out, expected = (m.forward(tokens, [rows // 2] * 2, m.new_cache(2, 40)).logits for m in (model, expected_model))
     assert made == named
     assert near(out, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("counts, packed", [((70, 9), True), ((70, 64), False)])
+def test_prompts_of_different_lengths_cost_their_own_rows(counts, packed, monkeypatch):
+    from dustin.backends.torch_triton import cuda_decode
+    from dustin.interfaces import Tap
+
+    monkeypatch.setattr(cuda_decode, "MAX_HIDDEN", 0)
+    expected_model, model = make_models(torch.float32)
+    tokens = torch.randint(0, 50, (2, 70), generator=torch.Generator().manual_seed(0))
+    caches, tap, worked = [m.new_cache(2, 80) for m in (expected_model, model)], Tap({1: (0, 3)}, last_row_only=True), []
+    expected = expected_model.forward(tokens, counts, caches[0], tap=tap, logits="last")
+    with monkeypatch.context() as patch:
+        product = torch.nn.functional.linear
+        patch.setattr(torch.nn.functional, "linear", lambda x, *rest: worked.append(len(x)) or product(x, *rest))
+        out = model.forward(tokens, counts, caches[1], tap=tap, logits="last")
+    assert worked[0] == (sum(counts) if packed else 140)
+    assert near(out.logits, expected.logits) and near(out.queries[1], expected.queries[1])
+    # What was appended is what the next rows see.
+    following = torch.randint(0, 50, (2, 3), generator=torch.Generator().manual_seed(1))
+    outs = [m.forward(following, (3, 3), cache).logits for m, cache in zip((expected_model, model), caches, strict=True)]
+    assert near(outs[1], outs[0])
