@@ -16,10 +16,9 @@ class Scoring:
     """What a selector scores with.
 
     `target` and `draft` are the scoring heads; `lookahead_share` is m; `dense_layers` ignore the set; at the layers of
-    `reselection` their heads' queries of the rows in flight choose it anew, by compact keys of `reselection_rank` numbers (0:
-    by whole ones; the first `reselection_rows` of them), with `reselection_reuse` for the layers up to the next of these too. The
-    target's history is
-    the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before; the
+    `reselection` their heads' queries of the first `reselection_rows` rows in flight choose it anew, by compact keys of
+    `reselection_rank` numbers (0: by whole ones), with `reselection_reuse` for the layers up to the next of these too. The target's
+    history is the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before; the
     draft's are those of its drafted rows, plus `lookahead_decay` times those of the rounds before; `smoothing` is the width in
     tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are scored, in the rounds between only the
     `pool` best of then. `source` names where this comes from.
