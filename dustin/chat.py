@@ -33,8 +33,8 @@ from dustin.status_line import StatusLine, quiet_keyboard, status_text
 from dustin.terminal import check_text, note, prefill_bar, printable, read_file
 
 _PATIENCE_SECONDS = 0.7
-# Conversations begin in caches of about this size.
-_WARM_TOKENS = 4096
+# Conversations begin in caches of up to this size, which share what was recorded.
+_WARM_TOKENS = 4000
 
 
 class _Stopped(Exception):

@@ -15,7 +15,7 @@ import torch
 from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, Slots, make_slots
 from dustin.backends.torch_triton.cuda_fused import end_step, extend_set, feed_verdict
-from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes
+from dustin.backends.torch_triton.cuda_graphs import Captured, table_columns
 from dustin.backends.torch_triton.cuda_recent import Recent, tensor_bytes
 from dustin.backends.torch_triton.ops import host_values
 from dustin.interfaces import TokenSet, Verdict
@@ -191,7 +191,7 @@ class DraftChain:
         room = -(-steps // STEPS_MULTIPLE) * STEPS_MULTIPLE
         grown = max(1, -(-grown // GROWN_MULTIPLE)) * GROWN_MULTIPLE if token_set is not None else 0
         width = None if token_set is None else token_set.indices.shape[1]
-        pages = few_sizes(cache.page_table.shape[1])
+        pages = table_columns(cache.page_table.shape[1], cache.page_table.device)
         return (*shape, room, pages, width, grown, tuple(sorted(heads.items())), use_graph), room, grown
 
     def _static(
@@ -199,7 +199,7 @@ class DraftChain:
     ) -> _Static:
         batch, device = len(tokens), tokens.device
         control, drafts = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((3, batch), (batch, room)))
-        table = torch.zeros(batch, few_sizes(cache.page_table.shape[1]), dtype=torch.int32, device=device)
+        table = torch.zeros(batch, table_columns(cache.page_table.shape[1], device), dtype=torch.int32, device=device)
         dim, dtype = self.forward.config.head_dim, self.forward.weights.embedding.dtype
         queries = {layer: torch.zeros(batch, room, len(h), dim, dtype=dtype, device=device) for layer, h in heads.items()}
         indices = sizes = None

@@ -12,6 +12,8 @@ import torch
 
 from dustin.backends.torch_triton.cuda_recent import tensor_bytes
 
+# Small caches share graphs whatever their size: those of a chat grow from turn to turn. Empty splits of attention cost little.
+LEAST_PAGES = 64
 # Graphs made while ranks are joined: collectives may be in them.
 _shared: weakref.WeakSet[Captured] = weakref.WeakSet()
 
@@ -25,6 +27,11 @@ def few_sizes(size: int) -> int:
     """`size` or up to an eighth more, one of few numbers: caches of many sizes share graphs."""
     step = 1 << max(0, size.bit_length() - 4)
     return -(-size // step) * step
+
+
+def table_columns(pages: int, device: torch.device) -> int:
+    """Columns of a page table of `pages`, one of few numbers; for caches up to LEAST_PAGES one and the same."""
+    return max(LEAST_PAGES if device.type == "cuda" else 1, few_sizes(pages))
 
 
 class Captured:

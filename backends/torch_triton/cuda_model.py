@@ -17,7 +17,7 @@ from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_draft import BegunSteps, DraftChain
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots, pack
-from dustin.backends.torch_triton.cuda_graphs import Captured, few_sizes, graphs_enabled
+from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled, table_columns
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_part import BegunCall, CachePart
 from dustin.backends.torch_triton.cuda_recent import Recent
@@ -314,7 +314,8 @@ class _Call:
         graph: bool,
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         widths = tuple((layer, _rounded(part.indices.shape[1])) for layer, part in sorted(self._sets.items()))
-        shape = (*tokens.shape, few_sizes(self._cache.page_table.shape[1]), widths, self._dense)
+        columns = table_columns(self._cache.page_table.shape[1], tokens.device)
+        shape = (*tokens.shape, columns, widths, self._dense)
         heads = tuple(sorted(self._heads.items()))
         key = (*shape, heads, self._last_row_only, self._logits, graph, self._variant, self._again)
         if not graph and tokens.shape[1] > MAX_GRAPH_ROWS:
@@ -347,7 +348,7 @@ class _Call:
         batch, device = shape[0], self._cache.page_table.device
         control = torch.zeros(2, batch, dtype=torch.int32, device=device)
         tokens = torch.zeros(tuple(shape), dtype=torch.long, device=device)
-        table = torch.zeros(batch, few_sizes(self._cache.page_table.shape[1]), dtype=torch.int32, device=device)
+        table = torch.zeros(batch, table_columns(self._cache.page_table.shape[1], device), dtype=torch.int32, device=device)
         sets = {
             layer: (
                 torch.zeros(batch, width, dtype=torch.int32, device=device),

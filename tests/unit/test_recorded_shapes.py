@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dustin.backends.torch_triton.backend import TorchBackend
-from dustin.backends.torch_triton.cuda_graphs import few_sizes
+from dustin.backends.torch_triton.cuda_graphs import few_sizes, table_columns
 from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
 from dustin.backends.torch_triton.model import TorchModel
 from dustin.config import EngineOptions, RequestOptions
@@ -87,6 +87,12 @@ def test_a_full_context_has_no_room_for_spare_steps():
     answers, (_, draft) = generate(Recording(device), (Chain, Chain), "dense", 12, context=72)
     assert answers == expected
     assert max(draft.steps) <= DRAFTS
+
+
+def test_small_caches_share_what_is_recorded_on_a_gpu():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert {table_columns(n, cuda) for n in (1, 7, 36, 64)} == {64} and table_columns(65, cuda) == few_sizes(65)
+    assert [table_columns(n, cpu) for n in (1, 7, 17)] == [1, 7, 18]
 
 
 def test_few_sizes_are_at_most_an_eighth_more():
