@@ -126,6 +126,8 @@ def compared_profiles(session: Any, opts: dict[str, Any]) -> dict[str, Scoring]:
         made[name] = scoring
         if name == "profile":
             made |= _retrieval(_file_of(where, session))
+            if scoring.reselection.heads:
+                made["shared set"] = replace(scoring, reselection=Tap({}), reselection_rank=0, reselection_by_kv_head=False)
     if opts["calibrate"]:
         longest = max(c for c in (int(c) for c in opts["contexts"].split(",")) if c <= 16384 or "," not in opts["contexts"])
         short = longest <= 4096
