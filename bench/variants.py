@@ -54,8 +54,9 @@ class Variant:
 
 # `budget` is a multiple of --budget.
 VARIANTS = (
-    Variant("as shipped", "profile"),
+    Variant("profile", "profile"),
     Variant("heuristic"),
+    Variant("profile without own sets", "shared set"),
     Variant("oracle", oracle="shared"),
     Variant("oracle by layer", oracle="by layer"),
     Variant("own sets (compact keys)", "heuristic+every1c64kv"),
@@ -68,7 +69,6 @@ VARIANTS = (
     Variant("own sets of layers 7 and 14", own=(7, 14)),
     Variant("own sets of layers 1 and 7 and 14 and 19", own=(1, 7, 14, 19)),
     Variant("own sets of layer 19", own=(19,)),
-    Variant("as shipped with own sets of layer 7", "profile", own=(7,)),
     Variant("own sets (compact keys) with twice the budget", "heuristic+every1c64kv", budget=2),
     Variant("own sets (whole keys)", "heuristic+every1kv"),
     Variant("lookahead decay .85", changes={"lookahead_decay": 0.85}),
@@ -179,7 +179,7 @@ def run(session: Any, opts: dict[str, Any]) -> None:
     variants = _chosen(opts)
     profiles = compared_profiles(session, opts | {"calibrate": False, "contexts": str(opts["context"])})
     bench, context = Bench(session, opts, profiles), opts["context"]
-    variants = [each for each in variants if each.heads in profiles or each.heads not in ("profile", "srh")]
+    variants = [each for each in variants if each.heads in profiles or each.heads not in ("profile", "srh", "shared set")]
     for variant in variants:
         add_selector(_registered(variant), partial(_made, session, variant))
     regions = sorted({context, *(int(part) for part in opts["regions"].split(",") if part)})
