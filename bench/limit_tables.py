@@ -19,6 +19,10 @@ RULES = {
     "own by layer": "one a layer, chosen by its own rows in the forward",
     "own by kv head": "one a kv head, so chosen",
     "own by head": "one a query head, so chosen",
+    "own by head, as much read": "one a query head, together no larger than one of a kv head",
+    "own by kv head, .8 of the mass": "one a kv head, the fewest keys that hold .8 of the mass, 4,096 at most",
+    "own by kv head, .9 of the mass": "the same with .9",
+    "own by kv head, first row": "one a kv head, chosen by the first row alone",
 }
 
 
@@ -26,6 +30,11 @@ def _shown(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     return f"{row['agreement']:.3f} / {100 * row['hard_flips']:.1f} / {row['kl']:.3f} / {row['perplexity_ratio']:.2f}"
+
+
+def _with_read(row: dict[str, Any] | None) -> str:
+    """The numbers with what was read of keys and values, where the row has it."""
+    return _shown(row) + (f" / {100 * row['kv_read']:.1f}" if row is not None and "kv_read" in row else "")
 
 
 def limits() -> str:
@@ -36,8 +45,9 @@ def limits() -> str:
     columns = [(track, n) for track in ("chat", "text") for n in sorted({r["context"] for r in made if r["track"] == track})]
     found = {(r["rule"], r["track"], r["context"]): r for r in made}
     used = [rule for rule in RULES if any(key[0] == rule for key in found)]
-    lines = [[RULES[rule], *(_shown(found.get((rule, *column))) for column in columns)] for rule in used]
-    head = ["agreement / hard flips % / KL / perplexity ratio", *(f"{track} {n}" for track, n in columns)]
+    lines = [[RULES[rule], *(_with_read(found.get((rule, *column))) for column in columns)] for rule in used]
+    read = " / KV read %, choosing not counted" if any("kv_read" in row for row in made) else ""
+    head = [f"agreement / hard flips % / KL / perplexity ratio{read}", *(f"{track} {n}" for track, n in columns)]
     first = made[0]
     noise = {r["context"]: r["dense_self_agreement"] for r in made if r["track"] == "chat"}
     said = ", ".join(f"{value:.4f} at {context}" for context, value in sorted(noise.items()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -24,9 +25,15 @@ from dustin.scoring import heuristic
 
 OUT = rows.RESULTS / "limits.jsonl"
 SINKS, RECENT, SHARE = 4, 32, 0.6
+# Sets by mass hold at most this many budgets.
+MASS_BUDGETS = 4
 # Rows of the prompt's end that are read as a round is.
 ENDING = 16
 _NONE = float("-inf")
+RULES = (
+    "heuristic", "oracle", "own by layer", "own by kv head", "own by head", "oracle by layer", "own by head, as much read",
+    "own by kv head, .8 of the mass", "own by kv head, .9 of the mass", "own by kv head, first row",
+)  # fmt: skip
 Keep = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
@@ -149,6 +156,15 @@ def choose(target: torch.Tensor | None, draft: torch.Tensor | None, start: torch
     return kept & inside
 
 
+def by_mass(scores: torch.Tensor, start: torch.Tensor, most: int, share: float) -> torch.Tensor:
+    """Of the `most` best by scores [B, ..., n] the fewest that hold `share` of all, and what `choose` protects."""
+    best, at = scores.sort(-1, descending=True)
+    count = (best.cumsum(-1) < share * best.sum(-1, keepdim=True)).sum(-1, keepdim=True) + 1
+    fewest = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, at, torch.arange(scores.shape[-1], device=at.device) < count)
+    protected = choose(scores, None, start, SINKS + RECENT)
+    return choose(scores, None, start, most) & (fewest | protected)
+
+
 class Study:
     """Known continuations of B sequences in rounds of T rows, read by dense attention once and then by rules."""
 
@@ -193,12 +209,18 @@ class Study:
         if name == "dense":
             return None
         if name.startswith("own"):
-            axes = {"own by layer": (1, 2), "own by kv head": (2,), "own by head": ()}[name]
+            level, _, how = name.partition(", ")
+            axes = {"own by layer": (1, 2), "own by kv head": (2,), "own by head": ()}[level]
+            group = target.config.num_heads // target.config.num_kv_heads
 
             def own(layer: int, s: torch.Tensor) -> torch.Tensor:
                 s = s[..., : int(start.max())]
-                p = torch.softmax(s.masked_fill(~_before(start, s.shape[-1], 5), _NONE), -1).mean(3)
-                return choose(p.mean(axes, keepdim=True) if axes else p, None, start, budget)
+                p = torch.softmax(s.masked_fill(~_before(start, s.shape[-1], 5), _NONE), -1)
+                p = p[:, :, :, :1].mean(3) if how == "first row" else p.mean(3)
+                p = p.mean(axes, keepdim=True) if axes else p
+                if how.endswith("of the mass"):
+                    return by_mass(p, start, MASS_BUDGETS * budget, float(how.split()[0]))
+                return choose(p, None, start, budget // group if how == "as much read" else budget)
 
             return own
         if name == "oracle by layer":
@@ -215,16 +237,19 @@ class Study:
 
     def run(self, name: str, budget: int, scoring: Any) -> dict[str, Any]:
         """The numbers of one rule."""
-        last, parts = self.history, []
+        last, parts, read = self.history, [], list[float]()
         for i in range(self.count):
             seen: dict[int, torch.Tensor] = {}
-            out = self.target.forward(self.fed(i), self.at(i), self.rule(name, budget, scoring, i, last), seen)
+            keep = self.rule(name, budget, scoring, i, last)
+            counted = None if keep is None else partial(_counted, keep, float(self.at(i).float().mean()), read)
+            out = self.target.forward(self.fed(i), self.at(i), counted, seen)
             last = {layer: q[:, :, :, -1:] for layer, q in seen.items()}
             parts.append(compared(self.reference[i], out, self.tokens[:, i * self.height + 1 : (i + 1) * self.height + 1]))
         kl, same, gap, loss = (torch.stack(x).double() for x in zip(*parts, strict=True))
         keep = self.valid
         each = [[round(float(x[:, b][keep[:, b]].mean()), 4) for x in (same, kl)] for b in range(keep.shape[1])]
         return {
+            "kv_read": round(sum(read) / len(read), 5) if read else 1.0,
             "agreement": round(float(same[keep].mean()), 5),
             "hard_flips": round(float(((same < 1) & (gap > HARD_GAP))[keep].double().mean()), 5),
             "kl": round(float(kl[keep].mean()), 5),
@@ -239,6 +264,13 @@ class Study:
         best = torch.stack([x.argmax(-1) for x in self.reference])
         following = self.tokens[:, 1:].unflatten(1, (self.count, self.height)).transpose(0, 1)
         return float((best == following)[self.valid].double().mean())
+
+
+def _counted(keep: Keep, length: float, read: list[float], layer: int, s: torch.Tensor) -> torch.Tensor | None:
+    """What `keep` leaves of a layer; the share of its keys that kv heads read goes to `read`."""
+    kept = keep(layer, s)
+    read.append(1.0 if kept is None else float(kept.any(2).sum(-1).float().mean()) / length)
+    return kept
 
 
 def compared(reference: torch.Tensor, logits: torch.Tensor, following: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -258,7 +290,7 @@ def compared(reference: torch.Tensor, logits: torch.Tensor, following: torch.Ten
 @click.option("--tokens", default=193, show_default=True)
 @click.option("--budget", default=1024, show_default=True)
 @click.option("--tracks", default="chat,text", show_default=True)
-@click.option("--rules", default="heuristic,oracle,own by layer,own by kv head,own by head,oracle by layer", show_default=True)
+@click.option("--rules", default="|".join(RULES), show_default=True, help="With | between.")
 @click.option("--gamma", default=5, show_default=True)
 @click.option("--seconds", default=3600.0, show_default=True, help="Leave out what does not fit in this time, loading included.")
 @click.option("--seed", default=0, show_default=True)
@@ -296,7 +328,7 @@ def main(**opts: Any) -> None:
                 study, repeated = _study(session, documents, context, track, opts)
                 noise = study.self_agreement() if track == "chat" else None
                 about = {"context": context, "track": track, "dense_self_agreement": noise, "repeated_4grams": repeated}
-                for name in opts["rules"].split(","):
+                for name in opts["rules"].split("|"):
                     if time.perf_counter() > deadline:
                         click.echo(f"out of time: {context} {track} {name}", err=True)
                         break
