@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dustin.backends.torch_triton import rope
+from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.interfaces import Tap
 
 # Committed rows that every forward encodes anew: those of the rounds since the last one.
@@ -63,7 +64,8 @@ class CompactKeys:
         made = owner.compact.setdefault(self, {})
         if layer not in made:
             keys = cache.flat_keys(layer)
-            made[layer] = torch.zeros(*keys.shape[:2], self.rank // 2, dtype=torch.int8, device=keys.device)
+            with named_shortage("compact keys beside the KV cache", "lower --max-kv-size or --batch, or leave --fidelity out"):
+                made[layer] = torch.zeros(*keys.shape[:2], self.rank // 2, dtype=torch.int8, device=keys.device)
         return made[layer]
 
     @torch.inference_mode()

@@ -224,6 +224,23 @@ def test_the_fit_is_the_same_in_numpy_and_torch():
                 assert np.sqrt(((want - whole) ** 2).mean()) < 0.2 * np.sqrt((whole**2).mean())
 
 
+def test_memory_that_lacks_for_compact_keys_is_named(monkeypatch):
+    from dustin.backends.torch_triton.backend import create
+    from dustin.backends.torch_triton.model import TorchModel
+    from dustin.errors import MemoryLimitError
+
+    backend, model = create("cpu"), torch_model(TorchModel)
+    cache = filled(backend, model)
+    model.fit_compact_keys(TEXT, 32)
+
+    def full(*shape, **how):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(MemoryLimitError, match="compact keys beside the KV cache: 2.00 GiB asked for .* leave --fidelity out"):
+        model.compact.store(cache, 0)
+
+
 def test_compact_keys_must_be_fitted():
     from dustin.backends.torch_triton.backend import create
     from dustin.backends.torch_triton.model import TorchModel
