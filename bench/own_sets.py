@@ -54,7 +54,7 @@ ASKED = (("heuristic", 512), ("heuristic+every1c64kv", 512), ("heuristic+every1c
 PARTS = {"chat": CELLS, "text": CELLS[:6], "further": FURTHER}
 TRACKS = ("chat", "text", "further", "questions", "acceptance", "drift")
 # Shares of a context's time; none for `drift`, which runs at one context.
-WEIGHTS = {"chat": 0.25, "text": 0.15, "further": 0.2, "questions": 0.45, "acceptance": 0.2, "drift": 0.3}
+WEIGHTS = {"chat": 0.25, "text": 0.15, "further": 0.4, "questions": 0.4, "acceptance": 0.15, "drift": 0.3}
 OWN = "heuristic+every1c64kv"
 AHEAD = "ahead+every1c64kv"
 
