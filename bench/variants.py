@@ -249,9 +249,7 @@ def _questions(bench: Bench, pair: Pair, variants: list[Variant], until: float) 
             caches = [reading.cache.take([d for d, _ in part], room) for reading in pair.readings]
             prompts = [[*pair.documents[d].prefix(context), *suffix(session.tokenizer, t.question)] for d, t in part]
             for each in group:
-                way = ways[each.name]
-                texts, _ = generate(session, prompts, caches, way, fidelity_cells.ANSWER_TOKENS, 512, **each.options)
-                way.scores += [t.score(text) for (_, t), text in zip(part, texts, strict=True)]
+                bench.guarded(each.name, partial(_answer, bench, ways[each.name], each, part, prompts, caches))
                 for cache in caches:
                     cache.rollback([context] * len(part))
                 # The loop's own name would keep a cache over the next batch.
@@ -260,7 +258,15 @@ def _questions(bench: Bench, pair: Pair, variants: list[Variant], until: float) 
             del caches
             gc.collect()
         for each in group:
-            _tell(bench, each, ways[each.name], ways[plain.name], asked)
+            # One that failed in a batch has fewer.
+            if len(ways[each.name].scores) == len(asked):
+                _tell(bench, each, ways[each.name], ways[plain.name], asked)
+
+
+def _answer(bench: Bench, way: Way, variant: Variant, part: list[tuple[int, Any]], prompts: Any, caches: Any) -> None:
+    """The way's points on the questions of a batch."""
+    texts, _ = generate(bench.session, prompts, caches, way, fidelity_cells.ANSWER_TOKENS, 512, **variant.options)
+    way.scores += [task.score(text) for (_, task), text in zip(part, texts, strict=True)]
 
 
 def _tell(bench: Bench, variant: Variant, way: Way, dense: Way, asked: list[tuple[int, Any]]) -> None:
