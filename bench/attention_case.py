@@ -85,7 +85,7 @@ class Memory:
         for _ in range(LAYERS_HELD):
             self.buffers.append(random(2 * self.tokens * LARGE.row_elements))
         self.draft_keys = [random(2 * self.tokens * DRAFT.row_elements) for _ in range(3)]
-        self.workspace = AttentionWorkspace(132 * 8 * 128, 128, 1 << 16, self.device)
+        self.workspace = AttentionWorkspace(132 * 8 * 128, 128, 1 << 16, self.device, 132 * 4 * 64)
 
     def pools(self, layer: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer as pages [pages, PAGE, Hkv, D]: two halves of a buffer, or side by side for each head."""

@@ -16,6 +16,9 @@ import triton.language as tl
 
 from .runtime import begin_dependent, num_multiprocessors, power_of_two
 
+# Bits of a NaN that no instruction makes (0xFFC0DEAD): a word of AttentionWorkspace.handed that nobody has written.
+EMPTY = -4137299
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -34,21 +37,27 @@ class AttentionConfig:
     value_parts: int = 1  # sparse: programs that share the value dims of a head, each with all its keys (no merge)
     max_registers: int = 0  # a thread (0: the compiler's choice), so that programs of two kernels fit one multiprocessor
     prefetch_bytes: int = 0  # sparse, with `ahead`: ask the L2 for so many more bytes of K and V
+    handed_splits: int = 0  # sparse: up to this many splits that merge in the last program hand it their partials (see hand_over)
     described: bool = False  # dense: tiles of K and V come by tensor descriptors where pages allow
 
 
 class AttentionWorkspace:
-    """Scratch of one stream, shared by all layers: partial outputs, their (m, l), and zeroed arrival counters.
+    """Scratch of one stream, shared by all layers: partial outputs, their (m, l), zeroed arrival counters, and EMPTY words for
+    partials that go from program to program.
 
-    `num_rows` bounds B * Hkv * row tiles * splits * block_m. Kernels leave the counters at zero.
+    `num_rows` bounds B * Hkv * row tiles * splits * block_m, `num_handed` the rows of those partials (Plan.num_handed).
+    Kernels leave the counters at zero and the words EMPTY.
     """
 
-    def __init__(self, num_rows: int, head_dim: int, num_counters: int, device: torch.device | str) -> None:
+    def __init__(
+        self, num_rows: int, head_dim: int, num_counters: int, device: torch.device | str, num_handed: int = 0
+    ) -> None:
+        self.handed = torch.full((num_handed * (power_of_two(head_dim) + 2),), EMPTY, dtype=torch.int32, device=device)
         self.outputs = torch.empty(num_rows * power_of_two(head_dim), dtype=torch.float32, device=device)
         self.stats = torch.empty(num_rows * 2, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max(num_counters, 1), dtype=torch.int32, device=device)
 
-    def check(self, num_rows: int, head_dim: int, num_counters: int, like: torch.Tensor) -> None:
+    def check(self, num_rows: int, head_dim: int, num_counters: int, like: torch.Tensor, num_handed: int = 0) -> None:
         """Raise ValueError when too small for a launch or on another device."""
         if self.stats.device != like.device:
             raise ValueError(f"workspace: expected device {like.device}, got {self.stats.device}")
@@ -56,6 +65,7 @@ class AttentionWorkspace:
             ("outputs", num_rows * power_of_two(head_dim), self.outputs.numel()),
             ("stats", num_rows * 2, self.stats.numel()),
             ("counters", num_counters, self.counters.numel()),
+            ("handed", num_handed * (power_of_two(head_dim) + 2), self.handed.numel()),
         ):
             if have < need:
                 raise ValueError(f"workspace.{name}: expected at least {need} elements, got {have}")
@@ -70,6 +80,7 @@ class Plan:
     num_rows: int
     num_counters: int
     fused: bool
+    num_handed: int = 0  # rows of partials that go from program to program
 
 
 def plan_attention(
@@ -83,7 +94,8 @@ def plan_attention(
     most = min(config.max_splits, max(16, processors // programs))
     splits = max(1, min(int(processors * config.waves // programs), most, triton.cdiv(max_keys, config.block_n)))
     num_rows = programs * splits * config.block_m if splits > 1 else 0
-    return Plan(row_tiles, splits, num_rows, programs if splits > 1 else 0, splits <= config.fused_splits)
+    handed = programs * (splits - 1) * config.block_m if splits <= min(config.handed_splits, config.fused_splits) else 0
+    return Plan(row_tiles, splits, num_rows, programs if splits > 1 else 0, splits <= config.fused_splits, handed)
 
 
 @triton.jit

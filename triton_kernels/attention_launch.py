@@ -46,8 +46,8 @@ def scratch_for(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if workspace is None:
-        workspace = AttentionWorkspace(launch.num_rows, q.shape[3], launch.num_counters, q.device)
-    workspace.check(launch.num_rows, q.shape[3], launch.num_counters, q)
+        workspace = AttentionWorkspace(launch.num_rows, q.shape[3], launch.num_counters, q.device, launch.num_handed)
+    workspace.check(launch.num_rows, q.shape[3], launch.num_counters, q, launch.num_handed)
     return out, workspace
 
 

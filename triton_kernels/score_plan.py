@@ -149,8 +149,9 @@ def score_shape(
     # As the rows of a product lie on four warps: sixteen to each, again every sixty-four.
     strips = config.num_warps if config.block_n >= 16 * config.num_warps else 1
     direct = config.direct and dtype != torch.float32
-    # Whole vectors of eight, so that stores are wide; stored directly, a thread writes two.
-    row_weights = triton.cdiv(rows * per_group, 8) * 8
+    # Whole vectors of four: of eight, stores would be wider but more. Stored directly, a thread writes two of a group of eight.
+    grain = 8 if direct else 4
+    row_weights = triton.cdiv(rows * per_group, grain) * grain
     if direct and rows * per_group <= 4:
         row_weights = power_of_two(rows * per_group, 2)
     weights, tops = (slabs * tiles * config.block_n * row_weights, lanes * tiles * strips) if keep else (0, 0)

@@ -25,6 +25,7 @@ from .attention_core import (
     tile_logits,
 )
 from .attention_launch import check_attention, launch_options, merge_splits, scratch_for
+from .hand_over import hand_over
 from .runtime import (
     INTERPRETED,
     begin_dependent,
@@ -43,13 +44,13 @@ MAX_QUERY_ROWS = 64
 
 @triton.jit
 def sparse_verify_kernel(
-    q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens, out, part_o, part_ml, counters,
+    q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens, out, part_o, part_ml, counters, handed,
     stride_qb, stride_qt, stride_qh, stride_s, stride_i, T, window, scale_log2, softcap, early,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr, ROW_TILES: tl.constexpr,
     ROW: tl.constexpr, HEAD: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr, SETS: tl.constexpr,
+    PDL: tl.constexpr, SETS: tl.constexpr, HANDED: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, key split, row tile, kv head, part of the value dims); the kv heads of a split read neighbouring memory.
     With SETS = HKV each kv head has a set of its own.
@@ -157,10 +158,16 @@ def sparse_verify_kernel(
         m_i, l_i, acc = attend_tile(s, v, m_i, l_i, acc, scale_log2, SOFTCAP, PRECISION)
 
     group = ((b * ROW_TILES + tile) * HKV + h) * VALUES + part
-    finish_split(
-        acc, m_i, l_i, out, part_o, part_ml, counters, group, split, active, b, t, head, value_dims, in_tile, valid, T, HKV * G,
-        D, BLOCK_V, BLOCK_M, SPLITS, FUSED,
-    )  # fmt: skip
+    if HANDED and active > 1:
+        hand_over(
+            acc, m_i, l_i, handed, out, group, split, active, b, t, head, value_dims, in_tile, valid, T, HKV * G,
+            D, BLOCK_V, BLOCK_M, SPLITS,
+        )  # fmt: skip
+    else:
+        finish_split(
+            acc, m_i, l_i, out, part_o, part_ml, counters, group, split, active, b, t, head, value_dims, in_tile, valid, T,
+            HKV * G, D, BLOCK_V, BLOCK_M, SPLITS, FUSED,
+        )  # fmt: skip
 
 
 def choose_config(rows: int, head_dim: int, dtype: torch.dtype, splits: int = 1) -> AttentionConfig:
@@ -262,14 +269,14 @@ def sparse_verify(
     prefetch = prefetch_instruction(dim * q.element_size()) if early > 0 and ahead and dependent and alone else ""
     sparse_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads * parts,)](
         q, k_pool, v_pool, slots, slot_counts, indices, lengths, num_tokens,
-        out, workspace.outputs, workspace.stats, workspace.counters,
+        out, workspace.outputs, workspace.stats, workspace.counters, workspace.handed,
         q.stride(0), q.stride(1), q.stride(2), slots.stride(0), indices.stride(0), tokens, window,
         scale * math.log2(math.e), softcap, early,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_V=block_d // parts, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, UNIT=block_size, SPLITS=launch.splits, VALUES=parts, ROW_TILES=launch.row_tiles,
         ROW=k_pool.stride(1), HEAD=k_pool.stride(2), AHEAD=ahead, TRIGGER=config.trigger, WINDOW=window > 0,
         SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent,
-        SETS=sets, **options,
+        SETS=sets, HANDED=launch.num_handed > 0, **options,
     )  # fmt: skip
     merge_splits(out, workspace, lengths, num_tokens, slot_counts, window, launch, config, num_kv_heads, dependent)
     return out

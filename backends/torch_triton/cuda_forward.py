@@ -300,7 +300,7 @@ class DeviceForward:
                 plan = sparse.plan(q, heads, max_keys, self._sparse_config(q, heads))
             else:
                 plan = dense.plan(q, heads, max_keys)
-            self._workspaces[key] = AttentionWorkspace(plan.num_rows, q.shape[3], plan.num_counters, q.device)
+            self._workspaces[key] = AttentionWorkspace(plan.num_rows, q.shape[3], plan.num_counters, q.device, plan.num_handed)
         return self._workspaces[key]
 
     def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:

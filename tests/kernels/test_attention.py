@@ -9,8 +9,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dustin.triton_kernels.attention_core import AttentionConfig, AttentionWorkspace  # noqa: E402
+from dustin.triton_kernels.attention_core import EMPTY, AttentionConfig, AttentionWorkspace  # noqa: E402
 from dustin.triton_kernels.dense_verify import dense_verify  # noqa: E402
+from dustin.triton_kernels.runtime import num_multiprocessors  # noqa: E402
+from dustin.triton_kernels.sparse_verify import plan as sparse_plan  # noqa: E402
 from dustin.triton_kernels.sparse_verify import sparse_verify  # noqa: E402
 from dustin.triton_kernels.translate_slots import translate_slots  # noqa: E402
 from tests.kernels.reference import attention, check_parity, paged_case, random_set, relative_rms  # noqa: E402
@@ -154,6 +156,48 @@ def test_every_split_and_merge_agree(device: str) -> None:
             out = sparse_verify(*case.inputs, indices, counts, config=config, workspace=workspace, **given, settled=settled)
             check_parity(out, attention(case, indices, counts))
     assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4])
+def test_last_split_takes_the_partials_of_the_others(device: str, splits: int) -> None:
+    """Budgets of whole tiles, ragged ones and none; the scratch is left as it was, and repeats are equal to the bit."""
+    small = ((4, 2, 32), 16, [200, 190, 150, 40, 0], [3, 2, 1, 0, 3], 3)
+    shape = small if device == "cpu" else ((64, 8, 128), 64, [4096, 3000, 1500, 64, 0], [6, 5, 1, 0, 6], 6)
+    case = build(device, torch.float16 if device == "cpu" else torch.bfloat16, shape)
+    tile, block_m = (16, 16) if device == "cpu" else (64, 64)
+    given = {"page_size": case.k_pool.shape[1], "max_tokens": case.q.shape[1]}
+    programs = case.q.shape[0] * case.k_pool.shape[2]
+    waves = (splits * programs + 0.01) / num_multiprocessors(case.q.device)
+    config = AttentionConfig(block_m, tile, 4, 3, waves=waves, fused_splits=4, handed_splits=4)
+    plan = sparse_plan(case.q, case.k_pool.shape[2], 10**4, config)
+    assert (plan.splits, plan.fused, plan.num_handed) == (splits, True, programs * (splits - 1) * block_m)
+    workspace = AttentionWorkspace(plan.num_rows, shape[0][2], plan.num_counters, device, plan.num_handed)
+    for counts in ([8 * tile, 4 * tile, 2 * tile, 0, 0], [7 * tile + 1, 5 * tile - 3, tile, 2, 0]):
+        indices, counted = random_set(case, counts)
+        slots = translate_slots(indices, counted, case.lengths, case.num_tokens, case.page_table, **given)
+        for settled in (False, True):
+            for window in (0, 3 * tile):
+                out = sparse_verify(
+                    *case.inputs, indices, counted, slots=slots[0], slot_counts=slots[1], config=config, settled=settled,
+                    workspace=workspace, window=window,
+                )  # fmt: skip
+                check_parity(out, attention(case, indices, counted, window=window))
+                assert splits == 1 or settled or torch.equal(out, sparse_verify(
+                    *case.inputs, indices, counted, config=config, workspace=workspace, window=window
+                ))  # fmt: skip
+                assert bool((workspace.handed == EMPTY).all()), "a partial was left behind"
+    if splits > 1:
+        small = AttentionWorkspace(plan.num_rows, shape[0][2], plan.num_counters, device, plan.num_handed - 1)
+        with pytest.raises(ValueError, match="workspace.handed"):
+            sparse_verify(*case.inputs, indices, counted, config=config, workspace=small)
+
+
+def test_no_partial_looks_like_an_absent_one() -> None:
+    """EMPTY is a NaN that arithmetic does not make: a program would wait for ever for a word equal to it."""
+    word = torch.tensor([EMPTY], dtype=torch.int32).view(torch.float32)
+    made = [torch.tensor(float("inf")) - float("inf"), torch.tensor(float("nan")), torch.zeros(()) / 0]
+    assert word.isnan().all()
+    assert all(int(value.view(torch.int32)) != EMPTY for value in made)
 
 
 def test_keys_and_values_side_by_side(device: str) -> None:
