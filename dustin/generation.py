@@ -224,7 +224,8 @@ class Session:
 
     def _scoring(self, options: EngineOptions) -> Scoring:
         """The pair's scoring heads: its profile's, or the heuristic."""
-        key = (options.profile, options.drafter == "draft")
+        high = ", high fidelity" if options.fidelity == "high" else ""
+        key = (options.profile + high, options.drafter == "draft")
         if key not in self._scorings:
             scoring = scoring_of(options, self.target.spec, self.draft.spec if key[1] and self.draft else None)
             if getattr(self.backend, "scores_all", False):

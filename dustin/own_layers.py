@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dustin.interfaces import CompactModel, ModelSpec
-from dustin.scoring import Scoring, all_heads, full_layers
-from dustin.selection import FEW_LAYERS, largest_rank
+from dustin.scoring import FEW_LAYERS, Scoring, all_heads, full_layers
+from dustin.selection import largest_rank
 
 if TYPE_CHECKING:
     from dustin.calibration import Calibrator, Trial

@@ -108,9 +108,9 @@ def read(path: Path) -> Profile:
 
 
 def default_path(profile: Profile) -> Path:
-    """Where `dustin calibrate` writes: one file a pair in the user's cache."""
+    """Where `dustin calibrate` writes: one file a pair in the user's cache, and another for sets of the layers' own."""
     key = hashlib.sha256("".join((*profile.target, *profile.draft)).encode()).hexdigest()[:16]
-    return cache_dir() / "profiles" / f"{key}.json"
+    return cache_dir() / "profiles" / f"{key}{'-own' if profile.scoring.of_own_sets else ''}.json"
 
 
 def write(profile: Profile, path: Path) -> None:
@@ -130,7 +130,8 @@ def known() -> Iterator[Profile]:
 
 
 def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | None) -> Scoring:
-    """The scoring of a pair as the options ask: a file, the pair's profile, or the heuristic.
+    """The scoring of a pair as the options ask: a file, the pair's profile, or the heuristic. Profiles of sets that layers choose
+    themselves are found where `fidelity` is high, before others.
 
     Raise UsageError for a file that cannot be read, or that names layers or heads that these models lack.
     """
@@ -139,7 +140,9 @@ def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | Non
     if options.profile != "auto":
         scoring = read(user_path(options.profile)).scoring
     else:
-        profiles = list(known())
+        high = options.fidelity == "high"
+        profiles = [profile for profile in known() if high or not profile.scoring.of_own_sets]
+        profiles.sort(key=lambda profile: high and not profile.scoring.of_own_sets)
         fitting = next((profile.scoring for profile in profiles if profile.fits(target, draft)), None)
         if fitting is None:
             named = next((profile.scoring for profile in profiles if profile.fits_by_name(target, draft)), None)

@@ -9,6 +9,8 @@ from dustin.interfaces import ModelSpec, Tap
 
 # m of METHOD 3 where nothing was calibrated.
 DEFAULT_SHARE = 0.6
+# Layers with sets of their own, at most, beside a shared set that all others read (own_layers).
+FEW_LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Scoring:
     reselection_reuse: bool = False
     reselection_rows: int = 16
     source: str = "heuristic"
+
+    @property
+    def of_own_sets(self) -> bool:
+        """Whether layers choose their own sets throughout, and not a few beside a shared one."""
+        return len(self.reselection.heads) > FEW_LAYERS
 
     def pool_for(self, budget: int) -> int:
         """Tokens of the pool: twice the budget or more, or the set would be the pool."""

@@ -19,8 +19,6 @@ __all__ = ["add_selector", "create_selector", "default_tap", "draft_tap", "heuri
 FITTING_TOKENS = 2048
 # Numbers of a compact key.
 COMPACT_RANKS = (32, 64)
-# Layers with sets of their own, at most, beside a shared set that all others read (own_layers).
-FEW_LAYERS = 2
 
 _SCORING_LAYERS = {
     "streaming": peers.StreamingSelector,
@@ -96,7 +94,7 @@ def with_fidelity(options: EngineOptions, scoring: Scoring, target: Model) -> Sc
     """The scoring, with sets of the layers' own where `--fidelity high` asks for them and neither options nor profile say which:
     of every full layer, by kv head and the largest compact keys. Raise UsageError where the model keeps none."""
     # The few layers of a shared set's profile are no answer to what is asked for.
-    spec, chosen = target.spec, options.reselection_layers is not None or len(scoring.reselection.heads) > FEW_LAYERS
+    spec, chosen = target.spec, options.reselection_layers is not None or scoring.of_own_sets
     if options.fidelity != "high" or chosen:
         return scoring
     if not isinstance(target, CompactModel):

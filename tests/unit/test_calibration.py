@@ -330,6 +330,25 @@ def test_a_profile_with_sets_of_layers_is_no_start_where_none_can_choose(tmp_pat
     assert not made.scoring.reselection.heads and any("the profile so far" in line for line in lines)
 
 
+def test_a_profile_of_own_sets_is_one_for_high_fidelity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept beside the pair's other profile, and found before it where that is asked for."""
+    from tests.unit.engine_helpers import draft, target
+
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path))
+    specs = target().spec, draft().spec
+    usual = profile_of(*specs)
+    assert specs[0].num_layers >= 3
+    own = profile_of(*specs, reselection=all_heads(specs[0], [0, 1, 2]), reselection_rank=32)
+    assert own.scoring.of_own_sets and not usual.scoring.of_own_sets
+    for profile in (usual, own):
+        profile_file.write(profile, profile_file.default_path(profile))
+    assert len(list((tmp_path / "profiles").iterdir())) == 2
+    assert not scoring_of(EngineOptions(), *specs).reselection.heads
+    assert list(scoring_of(EngineOptions(fidelity="high"), *specs).reselection.heads) == [0, 1, 2]
+    profile_file.default_path(own).unlink()
+    assert scoring_of(EngineOptions(fidelity="high"), *specs).source == "profile test"
+
+
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
