@@ -92,9 +92,10 @@ class Chat:
 
     def _ready(self) -> None:
         """The session is this thread's again."""
-        warming, self.warming = self.warming, None
-        if warming is not None:
-            warming.stop()
+        if self.warming is not None:
+            # Ctrl-C meanwhile leaves it there, to be waited for again.
+            self.warming.stop(note if self.terminal else lambda text: None)
+            self.warming = None
 
     def _turns(self) -> None:
         interrupted = False

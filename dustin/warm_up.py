@@ -28,6 +28,8 @@ _SMALL_CHUNK = 64
 # Contexts that scores are met at: each double the one before, up to this many tokens.
 _LONGEST = 32768
 _SHORT = 16
+# A wait for the warm-up that is longer is explained.
+_PATIENCE_SECONDS = 0.7
 
 
 def plans_of(options: EngineOptions, drafter: str, greedy: bool) -> list[EngineOptions]:
@@ -116,10 +118,13 @@ class WhileWaiting:
         except (DustinError, RuntimeError, ValueError):
             pass  # What fails here fails again, and says so, when it is asked for.
 
-    def stop(self) -> None:
-        """Return once the session is free: after the call that is under way."""
+    def stop(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Return once the session is free: after the call that is under way, which may compile. `say` is told where that takes."""
         self._going = False
-        self._thread.join()
+        self._thread.join(_PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            say("waiting for kernels that are being compiled ...")
+            self._thread.join()
 
 
 class _WarmUp:

@@ -258,6 +258,22 @@ def test_while_a_person_types_until_the_session_is_wanted(monkeypatch: pytest.Mo
     loop.run()
     room = min(4000, warm_up_module.slot_context(session, session.resolve()))
     assert log == [("warm", 1, room), "stopped", "hello", "again"]
+    # Ctrl-C while it is waited for: the session is not used before it has ended.
+    del log[:]
+    stops = []
+
+    class Slow(warm_up_module.WhileWaiting):
+        def stop(self, say: Any = None) -> None:
+            stops.append(len(log))
+            if len(stops) == 1:
+                raise KeyboardInterrupt
+            super().stop(say)
+
+    monkeypatch.setattr(warm_up_module, "WhileWaiting", Slow)
+    Reader.lines = iter(["lost", "kept"])
+    inside.clear()
+    loop.run()
+    assert stops == [1, 1] and log == [("warm", 1, room), "stopped", "kept"]
     # In a pipe the first message is there already.
     del log[:]
     Reader.lines = iter(["hello"])
