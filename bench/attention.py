@@ -184,7 +184,7 @@ def tune_scoring(run: Round) -> str:
 
 def describe(config: AttentionConfig) -> str:
     """A configuration in a few words."""
-    merge = "fused" if config.fused_splits else "separate"
+    merge = "handed-over" if config.handed_splits else "fused" if config.fused_splits else "separate"
     return (
         f"tile {config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages, "
         f"waves {config.waves:.2f}, {merge} merge, next kernel after tile {config.trigger}, "
