@@ -47,11 +47,10 @@ def tile_pages(pages, start, keys, length, PAGE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def packed_logits(
-    q_low, q_high, keys_of_head, first, second, start, keys, n,
-    ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def load_codes(
+    keys_of_head, first, second, start, keys, n, ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Products [BLOCK_N, M] of the codes at start + [0, BLOCK_N) and the queries, unscaled."""
+    """The low and the high numbers [BLOCK_N, HALF] of the codes at start + [0, BLOCK_N)."""
     if BLOCK_N <= PAGE:
         rows = keys_of_head + (first.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
     else:
@@ -62,11 +61,17 @@ def packed_logits(
             page = first
         rows = keys_of_head + ((page * PAGE + keys % PAGE).to(tl.int64) * ROW)[:, None]
     packed = tl.load(rows + n[None, :])
-    if IN_REGISTERS and q_low.dtype == tl.float16:
+    if IN_REGISTERS and DTYPE == tl.float16:
         low, high = unpack_halves(packed)
     else:
         pair = packed.to(tl.int32)
-        low, high = ((pair << 28) >> 28).to(q_low.dtype), (pair >> 4).to(q_low.dtype)
+        low, high = ((pair << 28) >> 28).to(DTYPE), (pair >> 4).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def products(low, high, q_low, q_high, PRECISION: tl.constexpr):
+    """[N, M] of codes' and queries' numbers, unscaled."""
     return tl.dot(high, q_high, tl.dot(low, q_low, input_precision=PRECISION), input_precision=PRECISION)
 
 
@@ -83,10 +88,50 @@ def load_columns(
 
 
 @triton.jit
+def first_shift(low, high, q_low, q_high, inside, scale_log2, PRECISION: tl.constexpr):
+    """What exponents [M] are taken about: the maximum over the keys of a tile that are there, and some more."""
+    s = products(low, high, q_low, q_high, PRECISION)
+    return tl.max(tl.where(inside[:, None], s, float("-inf")), 0) * scale_log2 + MARGIN
+
+
+@triton.jit
+def careful_sums(
+    q_low, q_high, of_head, pages, begin, stop, keys, n, length, scale_log2,
+    ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(shift, sum) [BLOCK_M] of a chunk about the maximum of all its keys."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
+        first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
+        low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q_low.dtype)
+        top = tl.maximum(top, first_shift(low, high, q_low, q_high, start + keys < length, scale_log2, PRECISION))
+    shift = top - MARGIN
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
+        first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
+        low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q_low.dtype)
+        p = tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - shift[None, :])
+        total += tl.sum(tl.where((start + keys < length)[:, None], p, 0.0), 0)
+    return shift, total
+
+
+@triton.jit
+def log_sums(stats, slab, m, valid, chunks, num_chunks, c, WIDTH: tl.constexpr):
+    """Log-sum-exps [M] in base 2 of all chunks together; infinite, hence mass 0, for columns that do not count."""
+    place = (slab * num_chunks + c[None, :]) * (2 * WIDTH) + m[:, None]
+    used = (c < chunks)[None, :] & valid[:, None]
+    shifts = tl.load(stats + place, mask=used, other=float("-inf"))
+    sums = tl.load(stats + place + WIDTH, mask=used, other=0.0)
+    top = tl.where(valid, tl.max(shifts, 1), 0.0)
+    total = tl.sum(sums * tl.exp2(shifts - top[:, None]), 1)
+    return tl.where(valid & (total > 0), top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+
+
+@triton.jit
 def packed_sums_kernel(
     q, codes, page_table, lengths, num_rows, stats, stride_qb, stride_qr, stride_pt, R, num_chunks, scale_log2,
-    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, kv head, sequence): (shift, sum of 2^(logit - shift)) of its keys for every column."""
     begin_dependent(PDL)
@@ -101,6 +146,7 @@ def packed_sums_kernel(
     n = tl.arange(0, HALF)
     keys = tl.arange(0, BLOCK_N)
     ROW: tl.constexpr = HKV * HALF
+    WIDTH: tl.constexpr = BLOCK_M + MORE
     q_low, q_high, _ = load_columns(q, b, h, m, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
     pages = page_table + b.to(tl.int64) * stride_pt
     of_head = codes + h * HALF
@@ -108,45 +154,53 @@ def packed_sums_kernel(
     stop = tl.minimum(begin + CHUNK, length)
     first, second = tile_pages(pages, begin, keys, length, PAGE, BLOCK_N)
     next_first, next_second = tile_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
-    s = packed_logits(q_low, q_high, of_head, first, second, begin, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
-    s = tl.where((begin + keys < length)[:, None], s, float("-inf"))
-    shift = tl.max(s, 0) * scale_log2 + MARGIN
+    low, high = load_codes(of_head, first, second, begin, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
+    shift = first_shift(low, high, q_low, q_high, begin + keys < length, scale_log2, PRECISION)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if MORE > 0:
+        m_more = BLOCK_M + tl.arange(0, MORE)
+        more_low, more_high, _ = load_columns(q, b, h, m_more, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
+        shift_more = first_shift(low, high, more_low, more_high, begin + keys < length, scale_log2, PRECISION)
+        sums_more = tl.zeros([BLOCK_N, MORE], tl.float32)
     for start in range(begin, stop, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
+        low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
         # Two steps ahead, in registers; the maximum keeps the loop one that is pipelined (see score_logits_kernel).
         first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
         next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
-        p = tl.exp2(s * scale_log2 - shift[None, :])
+        p = tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - shift[None, :])
         if start + BLOCK_N > length:
             p = tl.where((start + keys < length)[:, None], p, 0.0)
         sums += p
+        if MORE > 0:
+            p_more = tl.exp2(products(low, high, more_low, more_high, PRECISION) * scale_log2 - shift_more[None, :])
+            if start + BLOCK_N > length:
+                p_more = tl.where((start + keys < length)[:, None], p_more, 0.0)
+            sums_more += p_more
+    place = ((b.to(tl.int64) * HKV + h) * num_chunks + chunk) * (2 * WIDTH)
     total = tl.sum(sums, 0)
     if tl.max(total, 0) == float("inf"):
         # A key so far above the first tile's is all that counts: once more, about the maximum of all.
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
-            s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
-            top = tl.maximum(top, tl.max(tl.where((start + keys < length)[:, None], s, float("-inf")), 0))
-        shift = top * scale_log2
-        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
-            s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
-            sums += tl.where((start + keys < length)[:, None], tl.exp2(s * scale_log2 - shift[None, :]), 0.0)
-        total = tl.sum(sums, 0)
-    place = ((b.to(tl.int64) * HKV + h) * num_chunks + chunk) * (2 * BLOCK_M) + m
-    tl.store(stats + place, shift)
-    tl.store(stats + place + BLOCK_M, total)
+        shift, total = careful_sums(
+            q_low, q_high, of_head, pages, begin, stop, keys, n, length, scale_log2, ROW, PAGE, BLOCK_N, BLOCK_M, PRECISION
+        )
+    tl.store(stats + place + m, shift)
+    tl.store(stats + place + WIDTH + m, total)
+    if MORE > 0:
+        total_more = tl.sum(sums_more, 0)
+        if tl.max(total_more, 0) == float("inf"):
+            shift_more, total_more = careful_sums(
+                more_low, more_high, of_head, pages, begin, stop, keys, n, length, scale_log2, ROW, PAGE, BLOCK_N, MORE, PRECISION
+            )
+        tl.store(stats + place + m_more, shift_more)
+        tl.store(stats + place + WIDTH + m_more, total_more)
 
 
 @triton.jit
 def packed_mass_kernel(
     q, codes, page_table, lengths, num_rows, stats, scores, stride_qb, stride_qr, stride_pt, R, num_chunks, nmax, scale_log2,
-    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (SPAN keys, kv head, sequence): the mean over rows and heads of the softmax, -inf beyond the length."""
     begin_dependent(PDL)
@@ -165,15 +219,14 @@ def packed_mass_kernel(
     n = tl.arange(0, HALF)
     c = tl.arange(0, BLOCK_C)
     ROW: tl.constexpr = HKV * HALF
+    WIDTH: tl.constexpr = BLOCK_M + MORE
+    slab, chunks = b.to(tl.int64) * HKV + h, tl.cdiv(length, CHUNK)
     q_low, q_high, valid = load_columns(q, b, h, m, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
-    place = ((b.to(tl.int64) * HKV + h) * num_chunks + c[None, :]) * (2 * BLOCK_M) + m[:, None]
-    used = (c < tl.cdiv(length, CHUNK))[None, :] & valid[:, None]
-    shifts = tl.load(stats + place, mask=used, other=float("-inf"))
-    sums = tl.load(stats + place + BLOCK_M, mask=used, other=0.0)
-    top = tl.where(valid, tl.max(shifts, 1), 0.0)
-    total = tl.sum(sums * tl.exp2(shifts - top[:, None]), 1)
-    # Columns that do not count get an infinite log-sum-exp, hence mass 0.
-    lse = tl.where(valid & (total > 0), top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+    lse = log_sums(stats, slab, m, valid, chunks, num_chunks, c, WIDTH)
+    if MORE > 0:
+        m_more = BLOCK_M + tl.arange(0, MORE)
+        more_low, more_high, valid_more = load_columns(q, b, h, m_more, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
+        lse_more = log_sums(stats, slab, m_more, valid_more, chunks, num_chunks, c, WIDTH)
     pages = page_table + b.to(tl.int64) * stride_pt
     of_head = codes + h * HALF
     first, second = tile_pages(pages, begin, keys, length, PAGE, BLOCK_N)
@@ -181,12 +234,14 @@ def packed_mass_kernel(
     weight = 1.0 / (fed * G).to(tl.float32)
     for start in range(begin, tl.minimum(begin + SPAN, nmax), BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        s = packed_logits(q_low, q_high, of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, PRECISION)
+        low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
         first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
         next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
-        mass = tl.sum(tl.exp2(s * scale_log2 - lse[None, :]), 1) * weight
+        mass = tl.sum(tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - lse[None, :]), 1)
+        if MORE > 0:
+            mass += tl.sum(tl.exp2(products(low, high, more_low, more_high, PRECISION) * scale_log2 - lse_more[None, :]), 1)
         at = start + keys
-        tl.store(row + at, tl.where(at < length, mass, float("-inf")), mask=at < nmax)
+        tl.store(row + at, tl.where(at < length, mass * weight, float("-inf")), mask=at < nmax)
 
 
 @dataclass(frozen=True)
@@ -199,6 +254,11 @@ class PackedConfig:
     num_stages: int = 3
     num_warps: int = 4
     max_registers: int = 128  # a thread of pass 1, so that the branch that is never taken costs no program (0: no limit)
+
+
+def columns_of(count: int) -> tuple[int, int]:
+    """(columns of a product, columns of a second one or 0) that hold `count`: every column costs an exponential a key."""
+    return (32, 16) if 32 < count <= 48 else (power_of_two(count, 16), 0)
 
 
 def choose_config(batch: int, kv_heads: int, nmax: int, columns: int, device: torch.device) -> PackedConfig:
@@ -242,16 +302,16 @@ def packed_scores(
         raise ValueError(f"q: expected a multiple of {kv_heads} heads side by side, got {num_heads}, strides {q.stride()}")
     if nmax > page_table.shape[1] * page_size:
         raise ValueError(f"scores: expected at most {page_table.shape[1] * page_size} columns (the page table), got {nmax}")
-    columns = power_of_two(rows * group, 16)
+    columns, more = columns_of(rows * group)
     if columns > MAX_COLUMNS:
         raise ValueError(f"q: expected rows * heads per kv head <= {MAX_COLUMNS}, got {rows} * {group}")
-    config = config or choose_config(batch, kv_heads, nmax, columns, q.device)
+    config = config or choose_config(batch, kv_heads, nmax, columns + more, q.device)
     chunks = triton.cdiv(nmax, config.chunk)
-    stats = torch.empty(batch * kv_heads * chunks * 2 * columns, dtype=torch.float32, device=q.device)
+    stats = torch.empty(batch * kv_heads * chunks * 2 * (columns + more), dtype=torch.float32, device=q.device)
     options = {} if INTERPRETED else {"launch_pdl": True}
     common = {
-        "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "BLOCK_N": config.block_n, "CHUNK": config.chunk,
-        "PAGE": page_size, "PRECISION": precision_of(q.dtype), "PDL": bool(options),
+        "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "MORE": more, "BLOCK_N": config.block_n,
+        "CHUNK": config.chunk, "PAGE": page_size, "PRECISION": precision_of(q.dtype), "PDL": bool(options),
         "num_warps": config.num_warps, "num_stages": config.num_stages, **options,
     }  # fmt: skip
     inputs = (q, codes, page_table, lengths, num_rows, stats)
