@@ -54,10 +54,20 @@ def decode() -> str:
     note = (
         "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
         f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
-        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; the host reads a round's tokens while "
-        f"the next one runs; commands and commits are in the rows, the first is `{first['command']}` at {first['commit']}."
+        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; {_reads(made)}commands and commits are in "
+        f"the rows, the first is `{first['command']}` at {first['commit']}."
     )
     return markdown(["mode", "scoring heads", "acceptance", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
+
+
+def _reads(made: list[dict[str, Any]]) -> str:
+    """When the host reads a round's tokens, where rows say that it is not at once."""
+    ours = [row for row in made if row.get("ratio") is not None and not row["mode"].startswith("transformers")]
+    behind = [row for row in ours if row.get("reads")]
+    if not behind:
+        return ""
+    which = "" if len(behind) == len(ours) else f"in {len(behind)} of {len(ours)} rows (`reads`) "
+    return f"{which}the host reads a round's tokens while the next one runs; "
 
 
 def parts() -> str:

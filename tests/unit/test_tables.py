@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import decode_tables
 from bench.tables import PAGES, TABLES, regenerate
 
 
@@ -18,3 +19,13 @@ def test_tables_are_generated_from_the_result_rows(page: Path) -> None:
 def test_every_table_is_shown_somewhere() -> None:
     text = "".join(page.read_text() for page in PAGES)
     assert [name for name in TABLES if f"<!-- table:{name} -->" not in text] == []
+
+
+def test_when_tokens_are_read_is_said_of_the_rows_that_say_so() -> None:
+    """Older rows waited for them."""
+    old = {"mode": "ar", "ratio": 1.0}
+    new = {"mode": "sparse", "ratio": 2.0, "reads": "one round behind"}
+    peer = {"mode": "transformers generate (sdpa)", "ratio": 0.1}
+    assert decode_tables._reads([old, old | {"reads": None}, peer]) == ""
+    assert decode_tables._reads([new, new, peer]).startswith("the host reads")
+    assert decode_tables._reads([old, new, new, peer]).startswith("in 2 of 3 rows (`reads`) the host reads")
