@@ -54,8 +54,8 @@ def decode() -> str:
     note = (
         "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
         f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
-        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; {_reads(made)}commands and commits are "
-        f"in the rows, the first is `{first['command']}` at {first['commit']}."
+        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; {_reads(made)}commands and commits "
+        f"are in the rows, the first is `{first['command']}` at {first['commit']}."
     )
     return markdown(["mode", "scoring heads", "acceptance", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
 
