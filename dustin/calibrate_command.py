@@ -35,7 +35,8 @@ _COUNT = click.IntRange(1)
 def calibrate(**values: Any) -> None:
     """Find which heads of --model and --draft-model choose best what sparse attention reads.
 
-    Needs no data set and no network. The profile is used automatically for this pair from then on; stdout is its path.
+    Needs no data set and no network. The profile is used automatically for this pair from then on (with --own-sets: where
+    --fidelity high is asked for); stdout is its path.
     """
     from dustin import calibration, profile_file
     from dustin.generation import load
