@@ -140,7 +140,7 @@ def own_sets_speed() -> str:
     """Whole rounds with sets of the layers' own beside the shared set, random weights."""
     from bench.tables import markdown
 
-    made = [row for row in rows.read(SPEED) if row.get("ratio") is not None]
+    made = [row for row in rows.read(SPEED) if row.get("ratio") is not None and row["weights"] == "random"]
     batches = sorted({row["batch"] for row in made})
     table: dict[tuple[str, str], dict[int, str]] = {}
     for row in made:
@@ -158,3 +158,20 @@ def own_sets_speed() -> str:
         f"commands stand in the rows (`{SPEED.name}`), commits {commits}."
     )
     return markdown(["tok/s", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
+
+
+def own_sets_engine() -> str:
+    """The real pair through the engine, one shared set and own sets beside plain decoding."""
+    from bench.tables import markdown
+
+    made = [row for row in rows.read(SPEED) if row.get("ratio") is not None and row["weights"] != "random"]
+    places = list(dict.fromkeys((row["text"], row["context"], row["batch"]) for row in made))
+    table: dict[str, dict[tuple[str, int, int], str]] = {}
+    for row in made:
+        kept = f", {row['acceptance_length']:.2f} a round" if row.get("acceptance_length") else ""
+        cell = f"{row['tokens_per_second']:.0f} ({row['ratio']:.2f}x{kept})"
+        table.setdefault(row["mode"], {})[row["text"], row["context"], row["batch"]] = cell
+    lines = [[mode, *(by.get(place, "") for place in places)] for mode, by in table.items()]
+    first = made[0]
+    note = f"{first['model']}, {first['card']}, {first['dtype']}; `{first['command']}` at {first['commit']}."
+    return markdown(["tok/s", *(f"{text}, {context} x {batch}" for text, context, batch in places)], lines) + "\n\n" + note
