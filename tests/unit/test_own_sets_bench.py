@@ -87,3 +87,29 @@ def test_unknown_tracks_are_named(models: list[str], tmp_path: Path) -> None:
     result = bench(models, tmp_path / "rows.jsonl", "--tracks", "chat,taxt")
     assert result.exit_code == 2
     assert "--tracks 'taxt': expected some of chat, text, further, questions, acceptance, drift" in result.output
+
+
+def test_the_tables_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"card": "a card", "dtype": "bfloat16", "model": "Big + small shapes", "command": "bench decode", "commit": "abc"}
+    synthetic = common | {"weights": "random", "context": 31744, "batch": 8, "acceptance": "geometric"}
+    real = common | {"weights": "real", "text": "code", "context": 8192, "batch": 1}
+    rows = [
+        synthetic | {"mode": "ar", "tokens_per_second": 100.0, "ratio": 1.0, "budget": None},
+        synthetic
+        | {
+            "mode": "own sets, sparse draft",
+            "tokens_per_second": 250.4,
+            "ratio": 2.5,
+            "budget": 1024,
+            "verify_attention_us": 3200.0,
+        },
+        real | {"mode": "sparse, fidelity high", "tokens_per_second": 70.0, "ratio": 1.4, "acceptance_length": 3.21},
+    ]
+    out = tmp_path / "speed.jsonl"
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(limit_tables, "SPEED", out)
+    speed = limit_tables.own_sets_speed()
+    assert "| Big: ar | 100 (1.00x) |" in speed
+    assert "| Big: own sets, sparse draft, k=1024 | 250 (2.50x, choosing and reading 3.2 ms) |" in speed
+    assert "fidelity high" not in speed
+    assert "| sparse, fidelity high | 70 (1.40x, 3.21 a round) |" in limit_tables.own_sets_engine()
