@@ -269,7 +269,8 @@ def choose_config(batch: int, kv_heads: int, nmax: int, columns: int, device: to
     chunk = next((c for c in (2048, 1024) if batch * kv_heads * triton.cdiv(nmax, c) >= enough), 512)
     # Statistics of all chunks are put together in one tile.
     chunk = max(chunk, power_of_two(triton.cdiv(nmax, 64)))
-    return PackedConfig(64 if columns > 32 else 128, chunk, min(chunk, 1024))
+    few = columns <= 48
+    return PackedConfig(64 if columns > 32 else 128, chunk, min(chunk, 1024), 3, 4 if columns <= 64 else 8, 128 if few else 0)
 
 
 def packed_scores(
@@ -317,7 +318,8 @@ def packed_scores(
     inputs = (q, codes, page_table, lengths, num_rows, stats)
     strides = (q.stride(0), q.stride(1), page_table.stride(0), rows, chunks)
     scale_log2 = scale * math.log2(math.e)
-    capped = {"maxnreg": config.max_registers} if config.max_registers and not INTERPRETED else {}
+    # In fp32 a product takes three.
+    capped = {"maxnreg": config.max_registers} if config.max_registers and not INTERPRETED and q.dtype != torch.float32 else {}
     packed_sums_kernel[(chunks, kv_heads, batch)](*inputs, *strides, scale_log2, **common, **capped)
     packed_mass_kernel[(triton.cdiv(nmax, config.span), kv_heads, batch)](
         *inputs, scores, *strides, nmax, scale_log2, BLOCK_C=power_of_two(chunks), SPAN=config.span, **common

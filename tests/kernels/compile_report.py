@@ -161,7 +161,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """What a layer launches whose kv heads choose sets of their own, by compact keys and whole ones."""
     from dustin.triton_kernels.packed_rows import packed_rows
+    from dustin.triton_kernels.packed_scores import packed_scores
     from dustin.triton_kernels.score_heads import group_heads, score_heads
+    from dustin.triton_kernels.select_best import select_best
     from dustin.triton_kernels.sparse_verify import sparse_verify
     from dustin.triton_kernels.translate_slots import translate_slots
 
@@ -173,6 +175,7 @@ def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
         (1, 5, 28, 4, 64),
         (12, 6, 12, 2, 64),
         (1, 6, 12, 2, 32),
+        (2, 16, 64, 8, 64),
     ):
         pool = torch.zeros(4, 64, num_kv_heads, 128, dtype=torch.bfloat16)
         q = torch.zeros(batch, rows, num_heads, 128, dtype=torch.bfloat16)
@@ -194,6 +197,18 @@ def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
                     q, k, t, o, g, s, num_rows=o, by_group=True
                 ),
             )
+        for half in (torch.float16, torch.float32):
+            asked = torch.zeros(batch, rows, num_heads, rank, dtype=half)
+            yield (
+                f"packed_scores {half} {name}",
+                lambda q=asked, k=codes.unflatten(0, (4, 64)), t=table, o=one, s=scores: packed_scores(
+                    q, k, t, o, s, num_rows=o, scale=0.1
+                ),
+            )
+        yield (
+            f"select_best {name}",
+            lambda s=scores, n=sets: select_best(s, n, budget=1024, num_sink_tokens=4, num_recent_tokens=32),
+        )
         chosen = ints(batch * num_kv_heads, 1024)
         yield (
             f"translate_slots by kv head {name}",
