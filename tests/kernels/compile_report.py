@@ -197,13 +197,11 @@ def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
                     q, k, t, o, g, s, num_rows=o, by_group=True
                 ),
             )
-        for half in (torch.float16, torch.float32):
+        for half, packed in ((torch.float16, codes.unflatten(0, (4, 64))), (torch.float32, codes.unflatten(0, (4, 64)))):
             asked = torch.zeros(batch, rows, num_heads, rank, dtype=half)
             yield (
                 f"packed_scores {half} {name}",
-                lambda q=asked, k=codes.unflatten(0, (4, 64)), t=table, o=one, s=scores: packed_scores(
-                    q, k, t, o, s, num_rows=o, scale=0.1
-                ),
+                lambda q=asked, k=packed, t=table, o=one, s=scores: packed_scores(q, k, t, o, s, num_rows=o, scale=0.1),
             )
         yield (
             f"select_best {name}",
