@@ -227,7 +227,6 @@ def score_mass_kernel(
 ):  # fmt: skip
     """Pass 2, program (TILES tiles of BLOCK_N keys, sequence): sums rows, then kv groups and layers, in fixed order. BY_GROUP: a
     program for each kv group of a sequence, with scores of its own."""
-    begin_dependent(PDL)
     start = tl.program_id(0) * (TILES * BLOCK_N)
     # What pass 1 wrote last is read first: it still lies in the L2.
     b = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -237,8 +236,10 @@ def score_mass_kernel(
         first_group = b % (LAYERS * KVH)
         b = b // (LAYERS * KVH)
     last_group = first_group + 1 if BY_GROUP else LAYERS * KVH
+    # Older than pass 1, which waited for all before it.
     length = tl.load(lengths + b)
     fed = tl.load(num_rows + b)
+    begin_dependent(PDL)
     position = start + tl.arange(0, TILES * BLOCK_N)
     if (start >= length) | (fed <= 0):
         if not ADD:
@@ -267,7 +268,9 @@ def score_mass_kernel(
             known = inside[:, None, None] & (r < (ROWS if DIRECT else BLOCK_M))[None, None, :]
             top = tl.load(tops + first * (STRIPS * BLOCK_M) + strips * BLOCK_M + r[None, None, :], mask=known, other=0.0)
             # Rows that do not count get an infinite log-sum-exp, hence mass 0.
-            shift = tl.load(lse + slab * BLOCK_M + r, mask=valid, other=float("inf"))
+            # (The mask does not wait for the table of heads.)
+            shift = tl.load(lse + slab * BLOCK_M + r, mask=r // H < fed, other=float("inf"))
+            shift = tl.where(valid, shift, float("inf"))
             share = tl.exp2(top - shift[None, None, :])
             p = tl.reshape(p.to(tl.float32), [TILES, BLOCK_N // (STRIPS * STRIP), STRIPS, STRIP, BLOCK_R])
             mass += tl.reshape(tl.sum(p * share[:, None, :, None, :], 4), [TILES * BLOCK_N])

@@ -174,9 +174,14 @@ def choose_kernel(
     HAS_DRAFT: tl.constexpr, HAS_TARGET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence): the final choice, from the last candidate lists or (GROUP 0) from the whole row."""
-    begin_dependent(PDL)
     b = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + b)
+    if GROUP > 0:
+        # Older than the candidates, whose kernel waited for all before it.
+        length = tl.load(lengths + b)
+        begin_dependent(PDL)
+    else:
+        begin_dependent(PDL)
+        length = tl.load(lengths + b)
     column = tl.arange(0, BLOCK_K)
     if length <= budget:
         tl.store(indices + b * stride_i + column, tl.where(column < length, column, 0), mask=column < budget)
