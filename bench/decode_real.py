@@ -27,7 +27,6 @@ from dustin.generation import Session
 from dustin.prefill import prefill
 
 OUT = result_rows.RESULTS / "decode.jsonl"
-ACCEPTANCE = result_rows.RESULTS / "acceptance.json"
 CELLS = "8192x1,8192x4,8192x16,32000x1,32000x4,32000x16"
 LOSSLESS = ("ar", "dense", "exact", "auto")
 # A first, uncounted run of a mode records its graphs; modes whose rounds differ in size need more of it. Mode auto learns in
