@@ -11,6 +11,8 @@ import numpy as np
 from dustin.errors import MemoryLimitError
 from dustin.interfaces import Tap, WarpBatch
 
+# What helps where a KV cache does not fit; which commands say how many sequences there are.
+SMALLER = "lower --max-kv-size, or take fewer sequences at once (--slots, --batch)"
 # Lower temperatures count as this one: in float32 they would be zero, and the row a NaN.
 COLDEST = 1e-30
 
@@ -74,8 +76,7 @@ def check_memory(asked: int, free: int | None, batch: int, capacity: int) -> Non
     """Raise MemoryLimitError where a KV cache asks for more bytes than are free (None: nobody knows)."""
     if free is not None and asked > free:
         raise MemoryLimitError(
-            f"the KV cache asks for {asked} bytes ({batch} sequences of {capacity} tokens), "
-            f"{free} are available: lower --max-kv-size or --batch"
+            f"the KV cache asks for {asked} bytes ({batch} sequences of {capacity} tokens), {free} are available: {SMALLER}"
         )
 
 

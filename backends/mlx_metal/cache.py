@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dustin.backends.common.checks import check_copy, check_lengths, check_memory, check_restored, host_bytes
+from dustin.backends.common.checks import SMALLER, check_copy, check_lengths, check_memory, check_restored, host_bytes
 from dustin.backends.common.ragged import RaggedLengths
 from dustin.errors import MemoryLimitError
 
@@ -51,7 +51,7 @@ class MlxCache(RaggedLengths):
         except RuntimeError as error:
             raise MemoryLimitError(
                 f"MLX has no room for a KV cache of {self.num_bytes} bytes ({batch} sequences of {capacity} tokens): {error}. "
-                "Lower --max-kv-size or --batch"
+                f"What helps: {SMALLER}"
             ) from error
         self.fence: mx.array | None = None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dustin.backends.common.checks import check_copy, check_restored
+from dustin.backends.common.checks import SMALLER, check_copy, check_restored
 from dustin.errors import MemoryLimitError
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ class Cache:
         if available is not None and self.num_bytes > available:
             raise MemoryLimitError(
                 f"the KV cache asks for {self.num_bytes} bytes ({batch} sequences of {capacity} tokens), "
-                f"{available} are available: lower --max-kv-size or the batch"
+                f"{available} are available: {SMALLER}"
             )
         self.keys = [np.full(shape, np.nan) for _ in range(num_layers)]
         self.values = [np.full(shape, np.nan) for _ in range(num_layers)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dustin.backends.common.checks import SMALLER
 from dustin.backends.torch_triton import rope
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.interfaces import Tap
@@ -64,7 +65,7 @@ class CompactKeys:
         made = owner.compact.setdefault(self, {})
         if layer not in made:
             keys = cache.flat_keys(layer)
-            with named_shortage("compact keys beside the KV cache", "lower --max-kv-size or --batch, or leave --fidelity out"):
+            with named_shortage("compact keys beside the KV cache", f"{SMALLER}, or leave --fidelity out"):
                 made[layer] = torch.zeros(*keys.shape[:2], self.rank // 2, dtype=torch.int8, device=keys.device)
         return made[layer]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dustin.backends.common.checks import check_copy, check_restored
+from dustin.backends.common.checks import SMALLER, check_copy, check_restored
 from dustin.backends.common.ragged import RaggedLengths
 from dustin.backends.torch_triton.cache import available_bytes, check_lengths, from_host, host_dtype, to_host
 from dustin.errors import MemoryLimitError
@@ -39,7 +39,7 @@ class PageAllocator:
         if count < 0:
             raise ValueError(f"count is {count}, expected 0 or more pages")
         if count > self.num_free:
-            raise MemoryLimitError(f"{count} KV pages asked for, {self.num_free} are free: lower --max-kv-size or --batch")
+            raise MemoryLimitError(f"{count} KV pages asked for, {self.num_free} are free: {SMALLER}")
         pages = [self._free.pop() for _ in range(count)]
         self._used.update(pages)
         return pages
@@ -75,8 +75,7 @@ class PagePool:
         asked, free = num_pages * self.page_bytes, available_bytes(device)
         if free is not None and asked > free:
             raise MemoryLimitError(
-                f"the KV cache asks for {asked} bytes ({num_pages} pages of {page_size} tokens), {free} are free: "
-                "lower --max-kv-size or --batch"
+                f"the KV cache asks for {asked} bytes ({num_pages} pages of {page_size} tokens), {free} are free: {SMALLER}"
             )
         self.allocator = PageAllocator(num_pages)
         shape = (num_pages, page_size, num_kv_heads, head_dim)
@@ -85,7 +84,7 @@ class PagePool:
             self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryLimitError(
-                f"the KV cache asks for {asked} bytes, {free} are free but not in one piece: lower --max-kv-size or --batch"
+                f"the KV cache asks for {asked} bytes, {free} are free but not in one piece: {SMALLER}"
             ) from error
         self.device = device
         # Who encodes compact keys -> layer -> codes beside the keys (see compact_keys).
@@ -114,7 +113,7 @@ class PagedCache(RaggedLengths):
         if count > free:
             raise MemoryLimitError(
                 f"the KV cache asks for {count * self.pool.page_bytes} bytes ({count} pages), "
-                f"{free * self.pool.page_bytes} are free in the pool: lower --max-kv-size or --batch"
+                f"{free * self.pool.page_bytes} are free in the pool: {SMALLER}"
             )
         return True
 

@@ -36,7 +36,7 @@ def test_cache_takes_its_pages_and_gives_them_back_when_dropped():
     cache = PagedCache(pool, batch=2, capacity=10)
     assert cache.page_table.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert cache.num_bytes == 6 * pool.page_bytes
-    with pytest.raises(MemoryLimitError, match="lower --max-kv-size or --batch"):
+    with pytest.raises(MemoryLimitError, match="lower --max-kv-size, or take fewer sequences at once .--slots, --batch."):
         PagedCache(pool, batch=1, capacity=12)
     assert pool.allocator.num_free == 2
     del cache

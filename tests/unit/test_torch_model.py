@@ -332,7 +332,7 @@ def test_bad_devices_and_dtypes(backend, llama, tmp_path):
         create("tpu")
     with pytest.raises(UsageError, match="int3"):
         backend.load(tmp_path, dtype="int3")
-    with pytest.raises(MemoryLimitError, match=r"asks for \d+ bytes.*are available.*--max-kv-size or --batch"):
+    with pytest.raises(MemoryLimitError, match=r"asks for \d+ bytes.*are available.*--max-kv-size.*fewer sequences.*--slots"):
         llama.new_cache(1000, 10**9)
 
 
