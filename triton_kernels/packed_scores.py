@@ -33,16 +33,13 @@ MARGIN = tl.constexpr(30.0)
 
 
 @triton.jit
-def tile_pages(pages, start, keys, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the page of a tile of keys stands: (of all, or of the first half; of the second half), or of every key."""
-    if BLOCK_N <= PAGE or BLOCK_N == 2 * PAGE:
-        first = tl.load(pages + start // PAGE, mask=start < length, other=0)
-        second = first
-        if BLOCK_N == 2 * PAGE:
-            second = tl.load(pages + start // PAGE + 1, mask=start + PAGE < length, other=0)
-    else:
-        first = tl.load(pages + (start + keys) // PAGE, mask=start + keys < length, other=0)
-        second = first
+def tile_pages(pages, start, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of a tile of keys, of which it has one or two: numbers that all threads know. Looked up key by key they would
+    have to be exchanged between threads."""
+    first = tl.load(pages + start // PAGE, mask=start < length, other=0)
+    second = first
+    if BLOCK_N > PAGE:
+        second = tl.load(pages + start // PAGE + 1, mask=start + PAGE < length, other=0)
     return first, second
 
 
@@ -54,11 +51,7 @@ def load_codes(
     if BLOCK_N <= PAGE:
         rows = keys_of_head + (first.to(tl.int64) * PAGE + start % PAGE) * ROW + (keys * ROW)[:, None]
     else:
-        if BLOCK_N == 2 * PAGE:
-            # Two numbers that all threads know: looked up key by key they would have to be exchanged between threads.
-            page = tl.where(keys < PAGE, first, second)
-        else:
-            page = first
+        page = tl.where(keys < PAGE, first, second)
         rows = keys_of_head + ((page * PAGE + keys % PAGE).to(tl.int64) * ROW)[:, None]
     packed = tl.load(rows + n[None, :])
     if IN_REGISTERS and DTYPE == tl.float16:
@@ -102,13 +95,13 @@ def careful_sums(
     """(shift, sum) [BLOCK_M] of a chunk about the maximum of all its keys."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-        first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
+        first, second = tile_pages(pages, start, length, PAGE, BLOCK_N)
         low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q_low.dtype)
         top = tl.maximum(top, first_shift(low, high, q_low, q_high, start + keys < length, scale_log2, PRECISION))
     shift = top - MARGIN
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-        first, second = tile_pages(pages, start, keys, length, PAGE, BLOCK_N)
+        first, second = tile_pages(pages, start, length, PAGE, BLOCK_N)
         low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q_low.dtype)
         p = tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - shift[None, :])
         total += tl.sum(tl.where((start + keys < length)[:, None], p, 0.0), 0)
@@ -152,8 +145,8 @@ def packed_sums_kernel(
     of_head = codes + h * HALF
     begin = chunk * CHUNK
     stop = tl.minimum(begin + CHUNK, length)
-    first, second = tile_pages(pages, begin, keys, length, PAGE, BLOCK_N)
-    next_first, next_second = tile_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
+    first, second = tile_pages(pages, begin, length, PAGE, BLOCK_N)
+    next_first, next_second = tile_pages(pages, begin + BLOCK_N, length, PAGE, BLOCK_N)
     low, high = load_codes(of_head, first, second, begin, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
     shift = first_shift(low, high, q_low, q_high, begin + keys < length, scale_log2, PRECISION)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -167,7 +160,7 @@ def packed_sums_kernel(
         low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
         # Two steps ahead, in registers; the maximum keeps the loop one that is pipelined (see score_logits_kernel).
         first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
-        next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
+        next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, length, PAGE, BLOCK_N)
         p = tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - shift[None, :])
         if start + BLOCK_N > length:
             p = tl.where((start + keys < length)[:, None], p, 0.0)
@@ -229,14 +222,14 @@ def packed_mass_kernel(
         lse_more = log_sums(stats, slab, m_more, valid_more, chunks, num_chunks, c, WIDTH)
     pages = page_table + b.to(tl.int64) * stride_pt
     of_head = codes + h * HALF
-    first, second = tile_pages(pages, begin, keys, length, PAGE, BLOCK_N)
-    next_first, next_second = tile_pages(pages, begin + BLOCK_N, keys, length, PAGE, BLOCK_N)
+    first, second = tile_pages(pages, begin, length, PAGE, BLOCK_N)
+    next_first, next_second = tile_pages(pages, begin + BLOCK_N, length, PAGE, BLOCK_N)
     weight = 1.0 / (fed * G).to(tl.float32)
     for start in range(begin, tl.minimum(begin + SPAN, nmax), BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
         first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
-        next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, keys, length, PAGE, BLOCK_N)
+        next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, length, PAGE, BLOCK_N)
         mass = tl.sum(tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - lse[None, :]), 1)
         if MORE > 0:
             mass += tl.sum(tl.exp2(products(low, high, more_low, more_high, PRECISION) * scale_log2 - lse_more[None, :]), 1)
@@ -262,15 +255,19 @@ def columns_of(count: int) -> tuple[int, int]:
 
 
 def choose_config(batch: int, kv_heads: int, nmax: int, columns: int, device: torch.device) -> PackedConfig:
-    """Long chunks as long as programs fill the processors several times."""
+    """The fastest of those measured on an H200 (32k keys, 4, 32 and 128 kv heads of sequences, 28 and 35 columns): long chunks as
+    long as programs fill the processors several times, smaller tiles for more columns."""
     if INTERPRETED:
         return PackedConfig(16, 64, 32, 2)
-    enough = 4 * num_multiprocessors(device)
-    chunk = next((c for c in (2048, 1024) if batch * kv_heads * triton.cdiv(nmax, c) >= enough), 512)
+    slabs, enough = batch * kv_heads, 3.75 * num_multiprocessors(device)
+    chunk = next((c for c in (4096, 2048) if slabs * triton.cdiv(nmax, c) >= enough), 1024)
     # Statistics of all chunks are put together in one tile.
     chunk = max(chunk, power_of_two(triton.cdiv(nmax, 64)))
-    few = columns <= 48
-    return PackedConfig(64 if columns > 32 else 128, chunk, min(chunk, 1024), 3, 4 if columns <= 64 else 8, 128 if few else 0)
+    if columns <= 32:
+        return PackedConfig(128, chunk, chunk // 2, 3)
+    if columns > 48:
+        return PackedConfig(64, chunk, chunk // 2, 3, 4 if columns <= 64 else 8, 0)
+    return PackedConfig(64, chunk, chunk // 2, 4, max_registers=96 if chunk == 1024 else 128)
 
 
 def packed_scores(
@@ -306,12 +303,13 @@ def packed_scores(
     columns, more = columns_of(rows * group)
     if columns > MAX_COLUMNS:
         raise ValueError(f"q: expected rows * heads per kv head <= {MAX_COLUMNS}, got {rows} * {group}")
+    # A tile has two pages at most.
     config = config or choose_config(batch, kv_heads, nmax, columns + more, q.device)
     chunks = triton.cdiv(nmax, config.chunk)
     stats = torch.empty(batch * kv_heads * chunks * 2 * (columns + more), dtype=torch.float32, device=q.device)
     options = {} if INTERPRETED else {"launch_pdl": True}
     common = {
-        "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "MORE": more, "BLOCK_N": config.block_n,
+        "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "MORE": more, "BLOCK_N": min(config.block_n, 2 * page_size),
         "CHUNK": config.chunk, "PAGE": page_size, "PRECISION": precision_of(q.dtype), "PDL": bool(options),
         "num_warps": config.num_warps, "num_stages": config.num_stages, **options,
     }  # fmt: skip
