@@ -156,7 +156,8 @@ def score_shape(
         row_weights = power_of_two(rows * per_group, 2)
     weights, tops = (slabs * tiles * config.block_n * row_weights, lanes * tiles * strips) if keep else (0, 0)
     # Without kept weights a program has one tile: its products need the registers.
-    mass_tiles = (config.mass_tiles or min(8, max(1, 64 // power_of_two(row_weights)))) if keep else 1
+    tiles = 1 if row_weights > 16 else min(8, 64 // power_of_two(row_weights))
+    mass_tiles = (config.mass_tiles or tiles) if keep else 1
     return ScoreShape(
         config, block_m, chunk, num_chunks, weights, tops, lanes * num_chunks * 2, lanes, keep, strips, row_weights, mass_tiles,
         direct,

@@ -170,23 +170,26 @@ def sparse_verify_kernel(
         )  # fmt: skip
 
 
-def choose_config(rows: int, head_dim: int, dtype: torch.dtype, splits: int = 1) -> AttentionConfig:
-    """The measured configuration for `rows` = T * Hq/Hkv packed query rows and `splits` programs a sequence and kv head."""
+def choose_config(rows: int, head_dim: int, dtype: torch.dtype, splits: int = 0, chained: bool = True) -> AttentionConfig:
+    """The measured configuration for `rows` = T * Hq/Hkv packed query rows where the processors hold `splits` programs a sequence
+    and kv head at once (see one_wave). `chained`: behind launches of this kernel alone, as in the benchmark of attention."""
     if dtype == torch.float32:
         return AttentionConfig(16, 16 if head_dim > 64 else 32, 4, 2, waves=2.0, max_splits=8, ahead=False)
     block_m = min(power_of_two(rows, 16), 64 if head_dim > 128 else 128)
     if block_m > 64 or head_dim > 128:
         return AttentionConfig(block_m, 32, 8 if block_m > 64 else 4, 5, fused_splits=2, max_splits=16, ahead=False)
-    if splits in (2, 8, 16) and head_dim == 128:
+    apart = splits in (2, 8, 16) or (splits == 1 and rows <= 42) if chained else splits > 0 and rows > 16
+    if apart and head_dim == 128:
         # Two programs do not fit one processor: the next layer's start as these end, so no processor ever gets two at once.
-        # Measured at one, two, four and eight sequences of 64/8/128; at four, three stages were faster.
-        return AttentionConfig(block_m, 64, 4, 4, waves=1.0, fused_splits=2, max_splits=16)
+        # Measured at one, two, four and eight sequences of 64/8/128 and at 32 of 28/4/128 (42 rows), where three stages were
+        # faster at four and at 16 of 64/8/128 (48 rows); between a model's products at 8, 16 and 32 of 28/4/128.
+        return AttentionConfig(block_m, 64, 4, 4, waves=1.0, fused_splits=2, max_splits=16, handed_splits=2)
     return AttentionConfig(block_m, 64, 4, 3, waves=1.0, fused_splits=2, max_splits=16, trigger=3)
 
 
 def one_wave(q: torch.Tensor, num_kv_heads: int) -> int:
-    """Programs a sequence and kv head of q [B, T, Hq, D] that the processors hold at once."""
-    return max(1, num_multiprocessors(q.device) // (q.shape[0] * num_kv_heads))
+    """Programs a sequence and kv head of q [B, T, Hq, D] that the processors hold at once, one each; 0 when they are fewer."""
+    return num_multiprocessors(q.device) // (q.shape[0] * num_kv_heads)
 
 
 def plan(q: torch.Tensor, num_kv_heads: int, max_keys: int, config: AttentionConfig | None = None) -> Plan:

@@ -288,7 +288,9 @@ class DeviceForward:
     def _sparse_config(self, q: torch.Tensor, kv_heads: int) -> AttentionConfig:
         batch, rows, heads, dim = q.shape
         packed = rows * (heads // kv_heads)
-        return attention_config(sparse.choose_config(packed, dim, q.dtype), batch, kv_heads, packed, dim)
+        # Behind the small launch that appends the rows, programs that fit a processor twice are spread unevenly.
+        base = sparse.choose_config(packed, dim, q.dtype, sparse.one_wave(q, kv_heads), chained=False)
+        return attention_config(base, batch, kv_heads, packed, dim)
 
     def _workspace(self, q: torch.Tensor, max_keys: int, sparse_keys: bool, heads: int = 0) -> AttentionWorkspace | None:
         if q.shape[1] > KEPT_ROWS:

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from dustin.triton_kernels.attention_core import EMPTY, AttentionConfig, AttentionWorkspace  # noqa: E402
 from dustin.triton_kernels.dense_verify import dense_verify  # noqa: E402
 from dustin.triton_kernels.runtime import num_multiprocessors  # noqa: E402
+from dustin.triton_kernels.sparse_verify import choose_config, sparse_verify  # noqa: E402
 from dustin.triton_kernels.sparse_verify import plan as sparse_plan  # noqa: E402
-from dustin.triton_kernels.sparse_verify import sparse_verify  # noqa: E402
 from dustin.triton_kernels.translate_slots import translate_slots  # noqa: E402
 from tests.kernels.reference import attention, check_parity, paged_case, random_set, relative_rms  # noqa: E402
 
@@ -190,6 +190,15 @@ def test_last_split_takes_the_partials_of_the_others(device: str, splits: int) -
         small = AttentionWorkspace(plan.num_rows, shape[0][2], plan.num_counters, device, plan.num_handed - 1)
         with pytest.raises(ValueError, match="workspace.handed"):
             sparse_verify(*case.inputs, indices, counted, config=config, workspace=small)
+
+
+def test_configurations_keep_two_programs_apart_where_measured() -> None:
+    """Four stages are more than half a processor's memory, three are less."""
+    cells = [(rows, splits) for rows in (42, 48) for splits in (0, 1, 2, 4)]
+    stages = {(rows, splits): choose_config(rows, 128, torch.bfloat16, splits).num_stages for rows, splits in cells}
+    assert stages == {(42, 0): 3, (42, 1): 4, (42, 2): 4, (42, 4): 3, (48, 0): 3, (48, 1): 3, (48, 2): 4, (48, 4): 3}
+    assert [choose_config(48, 128, torch.bfloat16, n, chained=False).num_stages for n in (0, 1, 2, 4)] == [3, 4, 4, 4]
+    assert choose_config(8, 128, torch.bfloat16, 2, chained=False).num_stages == 3  # a draft's single row: as it was
 
 
 def test_no_partial_looks_like_an_absent_one() -> None:

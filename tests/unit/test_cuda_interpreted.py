@@ -352,3 +352,12 @@ def test_prompts_of_different_lengths_cost_their_own_rows(counts, packed, monkey
     following = torch.randint(0, 50, (2, 3), generator=torch.Generator().manual_seed(1))
     outs = [m.forward(following, (3, 3), cache).logits for m, cache in zip((expected_model, model), caches, strict=True)]
     assert near(outs[1], outs[0])
+
+
+@interpreted
+def test_sparse_launches_of_one_wave_are_kept_apart():
+    """Four processors under the interpreter: four programs are one each, eight are not."""
+    from dustin.backends.torch_triton.cuda_forward import DeviceForward
+
+    configs = [DeviceForward._sparse_config(None, torch.empty(batch, 6, 28, 128, dtype=torch.bfloat16), 4) for batch in (1, 2)]
+    assert [config.num_stages for config in configs] == [4, 3]
