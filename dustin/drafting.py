@@ -26,6 +26,8 @@ from dustin.prefill import chunk_of, padded_tokens, prefill
 from dustin.stats import Stats
 
 Progress = Callable[[int, int], None]
+# Tokens that a round leaves unseen: the last draft where it was kept, and the target's own. More are read apart, padded to this.
+_USUALLY_UNSEEN, _LEAST_READ = 2, 8
 
 
 class NoDrafter:
@@ -136,10 +138,13 @@ class ModelDrafter(NoDrafter):
         if cache is None:
             raise RuntimeError("propose was called before start")
         backend = self._backend
-        unseen = [list(row[seen:]) if on else [] for row, seen, on in zip(state.tokens, cache.lengths, state.active, strict=True)]
+        unseen = self._unseen(state, cache)
         begun = self._propose_begun(state, cache, [len(row) for row in unseen])
         if begun is not None:
             return begun
+        if self._chain is not None and max(map(len, unseen)) > _USUALLY_UNSEEN and state.warp.greedy:
+            self._catch_up([row[:-1] for row in unseen], cache)
+            unseen = self._unseen(state, cache)
         fed, counts = backend.tokens(unseen), [len(row) for row in unseen]
         drafted: list[Array] = []
         distributions: list[Array] = []
@@ -175,6 +180,21 @@ class ModelDrafter(NoDrafter):
             backend.concat_queries(queries),
             doubt.joined(),
         )
+
+    @staticmethod
+    def _unseen(state: RoundState, cache: KVCache) -> list[list[int]]:
+        """Tokens of each row that takes part that the draft has not seen."""
+        rows = zip(state.tokens, cache.lengths, state.active, strict=True)
+        return [list(tokens[seen:]) if on else [] for tokens, seen, on in rows]
+
+    def _catch_up(self, behind: list[list[int]], cache: KVCache) -> None:
+        """Read, densely, what rounds without a draft have brought: in few shapes, so that the steps after it are the usual ones."""
+        counts, before = [len(row) for row in behind], cache.lengths
+        # Padding, of the first row alone, gives few widths.
+        behind[0] = [*behind[0], *[0] * (_LEAST_READ - len(behind[0]))]
+        self._draft.forward(padded_tokens(self._backend, behind), counts, cache, logits="none")
+        known = zip(self.dense_rows, before, cache.lengths, strict=True)
+        self.dense_rows = [now if dense == then else dense for dense, then, now in known]
 
     def _propose_at_once(self, state: RoundState, cache: KVCache, fed: Array, counts: list[int]) -> Drafts | None:
         """All greedy steps in one call of a model that can; None where it cannot, or draws."""

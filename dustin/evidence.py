@@ -166,15 +166,20 @@ class Costs:
     `plain` of size 0, `dense` and `sparse BUDGET` rounds by drafts, `check` by the tokens of a block.
     """
 
-    def __init__(self, base: Costs | None = None, forecast: Forecast | None = None) -> None:
+    def __init__(
+        self, base: Costs | None = None, forecast: Forecast | None = None, ran: set[tuple[str, int]] | None = None
+    ) -> None:
+        """`ran` has the kinds and sizes that ran with as many rows, at whatever context: what is recorded serves all of them."""
         self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
         self._base, self._forecast = base, forecast
+        self._ran = ran if ran is not None else set()
         self._ratio = 1.0
 
     def observe(self, kind: str, size: int, seconds: float) -> None:
         """One measurement; where model or neighbour has the same, it tells how they compare."""
         clock = self.clocks[kind]
         clock.observe(size, seconds)
+        self._ran.add((kind, size))
         if not clock.has(size):
             return
         if self._forecast is not None:
@@ -199,8 +204,8 @@ class Costs:
         return not any(clock.seen for clock in self.clocks.values()) and (self._base is None or self._base.untouched)
 
     def tried(self, kind: str, size: int) -> bool:
-        """Whether it ran, here or at the neighbouring size."""
-        return self.clocks[kind].count(size) > 0 or (self._base is not None and self._base.tried(kind, size))
+        """Whether it ran with as many rows, or at the neighbouring size."""
+        return (kind, size) in self._ran or (self._base is not None and self._base.tried(kind, size))
 
     def foreseen(self, kind: str, size: int) -> float | None:
         """What the card's cost model says of a size that was not timed here."""
@@ -308,6 +313,7 @@ class PriceList:
 
     def __init__(self) -> None:
         self._costs: dict[tuple[str, int, int, int], Costs] = {}
+        self._ran: defaultdict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
         self.habits: dict[str, Habits] = {}
         # Drafter -> what forecasts the costs that were never timed, where something of this card was measured.
         self.cards: dict[str, CardCosts | None] = {}
@@ -323,5 +329,6 @@ class PriceList:
             same = [costs for (name, *_), costs in self._costs.items() if name == drafter]
             card = self.cards.get(drafter)
             forecast = card.forecast([*lengths, *[0] * idle]) if card is not None else None
-            self._costs[key] = Costs(last if last in same else same[-1] if same else None, forecast)
+            ran = self._ran[drafter, len(lengths) + idle]
+            self._costs[key] = Costs(last if last in same else same[-1] if same else None, forecast, ran)
         return self._costs[key]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from dustin.evidence import Acceptance, Clock
+from dustin.evidence import Acceptance, Clock, PriceList
 from dustin.interfaces import ModelSpec
 from dustin.planning import AutoPlanner, Look, Plan, few_drafts
 
@@ -306,6 +306,14 @@ def test_few_numbers_of_drafts_where_each_is_recorded() -> None:
     run = list(drive(AutoPlanner(SPEC, "draft", BUDGET, recorded=True), machine, lambda _: text, 1500, seed=3))
     assert {plan.num_draft_tokens for plan, *_ in run} <= {0, 2, 5}
     assert {plan.exact_block for plan, *_ in run} <= {0, 7, 15, 31}
+
+
+def test_what_ran_at_one_context_is_tried_at_all() -> None:
+    """A context that grows over a power of two, or shrinks for the next text, costs no recordings."""
+    prices = PriceList()
+    short, more = (prices.of("draft", [n, n], None) for n in (4000, 70_000))
+    more.observe("dense", 8, 1.0)
+    assert short.tried("dense", 8) and not short.tried("dense", 6) and not short.clocks["dense"].seen
 
 
 def test_less_than_nothing_is_nothing() -> None:

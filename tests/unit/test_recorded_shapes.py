@@ -80,6 +80,34 @@ def test_the_end_of_a_text_needs_no_shape_of_its_own(mode, tokens):
         assert 1 + BLOCK in target.rows
 
 
+def test_a_draft_that_fell_behind_catches_up_in_few_shapes():
+    """After rounds of plain decoding the steps are the usual ones, over the same rows as if it had followed all along."""
+    from dustin.drafting import ModelDrafter
+    from dustin.interfaces import RoundState, Tap
+    from dustin.sequence import warp_batch
+    from dustin.stats import Stats
+
+    config = qwen2_config(64, 96, 1, 4, 2, VOCABULARY, context_length=256)
+    weights = random_weights(config, torch.float32, torch.device("cpu"), 1)
+    options = EngineOptions(mode="dense", num_draft_tokens=DRAFTS)
+    warp = warp_batch([RequestOptions().sampling] * 2)
+    texts = [torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (60, 41)]
+    made = []
+    for known in ((58, 39), (47, 39), (25, 38)):
+        model = Chain(config, weights, "draft")
+        drafter = ModelDrafter(Recording(torch.device("cpu")), model, Tap({0: (0,)}), options, Stats())
+        drafter.start([text[: n + 1] for text, n in zip(texts, known, strict=True)], 128, None)
+        model.rows.clear()
+        state = RoundState(
+            texts, (True, True), (DRAFTS, DRAFTS), DRAFTS, warp, [[0.0] * DRAFTS] * 2, None, model.new_cache(1, 1), None, (),
+            lambda: None, planned=DRAFTS,
+        )  # fmt: skip
+        made.append(drafter.propose(state).tokens.tolist())
+        assert model.steps == [DRAFTS] and model.rows in ([], [16], [64])
+        assert list(drafter.cache.lengths) == drafter.dense_rows == [62, 43]
+    assert made[0] == made[1] == made[2]
+
+
 def test_a_full_context_has_no_room_for_spare_steps():
     """The last drafts end where the context does."""
     device = torch.device("cpu")
