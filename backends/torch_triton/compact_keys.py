@@ -23,7 +23,7 @@ from dustin.interfaces import Tap
 FRESH_ROWS = 16
 # How often each row of the fitting text is turned elsewhere, and rows encoded at once.
 TURNS = 4
-CHUNK = 8192
+CHUNK = 65536
 # Tokens of the fitting text read at once.
 FIT_CHUNK = 512
 # Standard deviations that the largest number stands for, and that number.
@@ -78,18 +78,21 @@ class CompactKeys:
         for layer in layers:
             self.store(cache, layer)
         behind = [(b, have, n) for b, (have, n) in enumerate(zip(known, cache.lengths, strict=True)) if n - have > fresh]
-        device = cache.flat_keys(layers[0]).device
-        for b, have, n in behind:
-            for first in range(have, n, CHUNK):
-                at = torch.zeros(cache.batch, min(CHUNK, n - first), dtype=torch.long, device=device)
-                at[b] = torch.arange(first, min(first + CHUNK, n), device=device)
-                places = cache.places(at)[b]
+        if behind:
+            # All sequences together: a prompt of 32k tokens in pieces of its own would be thousands of small launches.
+            device = cache.flat_keys(layers[0]).device
+            at = torch.zeros(cache.batch, max(n - have for _, have, n in behind), dtype=torch.long, device=device)
+            for b, have, n in behind:
+                at[b, : n - have] = torch.arange(have, n, device=device)
+            places = cache.places(at)
+            written = torch.cat([places[b, : n - have] for b, have, n in behind])
+            for part in written.split(CHUNK):
                 for layer in layers:
-                    self.encode_rows(layer, cache.flat_keys(layer), self.store(cache, layer), places)
+                    self.encode_rows(layer, cache.flat_keys(layer), self.store(cache, layer), part)
         cache.mark_encoded(self)
 
     def encode_rows(self, layer: int, keys: torch.Tensor, codes: torch.Tensor, places: torch.Tensor) -> None:
-        """Codes of the keys at `places` [B, n] of the flat rows keys [M, Hkv, D] and codes [M, Hkv, rank / 2]."""
+        """Codes of the keys at `places` (any shape) of the flat rows keys [M, Hkv, D] and codes [M, Hkv, rank / 2]."""
         codes[places] = self.codes_of(layer, keys[places])
 
 
