@@ -55,7 +55,7 @@ class Scoring:
     def describe(self, with_draft: bool = True) -> str:
         """One line for statistics: where it comes from and which heads score."""
         say = layers_text if self.source == "heuristic" else heads_text
-        parts = [f"target {say(self.target)}"]
+        parts = [f"target {say(self.target)}"] if self.target.heads else []
         if with_draft and self.draft.heads:
             parts.append(f"draft {say(self.draft)}")
         if self.refresh > 1:

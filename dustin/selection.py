@@ -99,9 +99,11 @@ def with_fidelity(options: EngineOptions, scoring: Scoring, target: Model) -> Sc
         return scoring
     if not isinstance(target, CompactModel):
         raise UsageError("fidelity is 'high', but this backend keeps no compact keys: leave --fidelity out, or use --backend torch")
+    # The set chosen before the forward is the draft's alone: it is served as well by its own scores (bench own_sets, acceptance).
+    by_draft = options.drafter == "draft" and scoring.draft.heads and options.selector in ("dustin", "lookahead", "specattn")
     return replace(
-        scoring, reselection=all_heads(spec, full_layers(spec)), reselection_by_kv_head=spec.num_kv_heads > 1,
-        reselection_rank=largest_rank(spec), reselection_reuse=False,
+        scoring, target=Tap({}) if by_draft else scoring.target, reselection=all_heads(spec, full_layers(spec)),
+        reselection_by_kv_head=spec.num_kv_heads > 1, reselection_rank=largest_rank(spec), reselection_reuse=False,
     )  # fmt: skip
 
 

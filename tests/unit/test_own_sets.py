@@ -72,6 +72,14 @@ def test_high_fidelity_is_sets_of_every_layers_kv_heads(tmp_path):
     assert "chosen anew at layers 0-2 by kv head by compact keys of 32" in made["named"].stats.scoring
     given = Scoring(Tap({}), Tap({}), reselection=Tap({layer: (0,) for layer in range(3)}))
     assert with_fidelity(EngineOptions(fidelity="high"), given, session.target) is given
+    # With a draft the set chosen before the forward is the draft's, by its own scores.
+    both = Scoring(Tap({1: (0,)}), Tap({0: (1,)}))
+    for drafter, selector, kept in (("draft", "dustin", {}), ("draft", "history", {1: (0,)}), ("self", "dustin", {1: (0,)})):
+        asked = EngineOptions(fidelity="high", drafter=drafter, selector=selector)
+        high = with_fidelity(asked, both, session.target)
+        assert dict(high.target.heads) == kept and high.draft == both.draft
+    with_draft = with_fidelity(EngineOptions(fidelity="high", drafter="draft"), both, session.target)
+    assert with_draft.describe().startswith("heuristic, draft layers 0")
     # A layer or two beside a set that all others share are not what it asks for.
     few = Scoring(Tap({}), Tap({}), reselection=Tap({1: (0,)}))
     assert set(with_fidelity(EngineOptions(fidelity="high"), few, session.target).reselection.heads) == {0, 1, 2}
