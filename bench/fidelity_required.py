@@ -98,7 +98,8 @@ def required() -> str:
         def cell(context: int) -> str:
             mine = found.find("tasks", context, 512)
             others = [found.find("tasks", context, 512, name) for name in names]
-            if mine is None or None in others:
+            # Runs that asked other questions say nothing about one another.
+            if mine is None or any(row is None or row["questions"] != mine["questions"] for row in others):
                 return ""
             theirs = max(row["accuracy"] for row in others if row)
             return _said(mine["accuracy"], mine["accuracy"] - theirs >= least, 2, f" against {theirs:.2f}")

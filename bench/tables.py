@@ -9,7 +9,17 @@ from typing import Any
 
 import click
 
-from bench import decode_tables, exact_table, fidelity_required, fidelity_tables, limit_tables, regime_tables, rows, serve_tables
+from bench import (
+    decode_tables,
+    exact_table,
+    fidelity_required,
+    fidelity_tables,
+    limit_tables,
+    regime_tables,
+    rows,
+    serve_tables,
+    variants,
+)
 from bench.decode_tables import markdown
 
 PAGES = (rows.ROOT / "README.md", *sorted((rows.ROOT / "docs").glob("*.md")))
@@ -190,6 +200,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity_both_sides": fidelity_tables.both_sides,
     "selectors": fidelity_tables.selectors,
     "limits": limit_tables.limits,
+    "variants": variants.table,
+    "few_own_sets": variants.few_own_sets,
     "own_sets": limit_tables.own_sets,
     "own_sets_questions": limit_tables.own_sets_questions,
     "own_sets_acceptance": limit_tables.own_sets_acceptance,

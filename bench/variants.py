@@ -336,3 +336,26 @@ def table() -> str:
         f"budget {base} (points by kind), {first['dtype']}, {first['card']}; `{first['command']}` at {first['commit']}."
     )
     return markdown(head, lines) + "\n\n" + note
+
+
+def few_own_sets() -> str:
+    """What a calibration with a layer or two of own sets found, beside the profile that it began with, on held-out documents."""
+    from bench.tables import markdown
+
+    made = rows.read(OUT.with_name("few_own_sets.jsonl"))
+    lines: dict[str, dict[tuple[str, int], str]] = {}
+    for row in made:
+        if row.get("bytes_of_budget") not in (None, 3072) or row["selector"] == "dense":
+            continue
+        name = row["selector"] if row["selector"] != "dustin" else row["heads"]
+        budget = row.get("bytes_of_budget") or row["budget"]
+        if budget in (512, 1024, 3072):
+            flips, share = 100 * row["hard_flips"], 100 * row["share_of_dense_bytes"]
+            shown = f"{row['kl']:.3f} / {flips:.1f} / {row['perplexity_ratio']:.2f} / {share:.1f}"
+            lines.setdefault(name, {})[row["track"], budget] = shown
+    keys = [(track, budget) for track in ("chat", "text") for budget in (512, 1024, 3072)]
+    head = ["KL / hard flips % / perplexity ratio / bytes %"]
+    head += [f"{track}, bytes of 3072" if budget == 3072 else f"{track}, k={budget}" for track, budget in keys]
+    first = made[0]
+    note = f"{first['context']} tokens, {first['documents']} documents, {first['card']}; `{first['command']}` at {first['commit']}."
+    return markdown(head, [[name, *(cells.get(key, "") for key in keys)] for name, cells in lines.items()]) + "\n\n" + note
