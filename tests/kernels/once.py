@@ -43,6 +43,7 @@ SPARSE = (
     AttentionConfig(64, 32, 4, 3, waves=2.0, fused_splits=4),
     AttentionConfig(64, 64, 4, 3, waves=1.0, fused_splits=64, value_parts=2, prefetch_bytes=1 << 20),
     AttentionConfig(64, 32, 4, 3, waves=3.0, fused_splits=0),
+    AttentionConfig(64, 32, 4, 3, waves=2.0, fused_splits=4, handed_splits=4),
 )
 DENSE = (
     None,
