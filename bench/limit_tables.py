@@ -50,11 +50,11 @@ def limits() -> str:
     head = [f"agreement / hard flips % / KL / perplexity ratio{read}", *(f"{track} {n}" for track, n in columns)]
     first = made[0]
     noise = {r["context"]: r["dense_self_agreement"] for r in made if r["track"] == "chat"}
+    ran = "; ".join(dict.fromkeys(f"`{row['command']}` at {row['commit']}" for row in made))
     said = ", ".join(f"{value:.4f} at {context}" for context, value in sorted(noise.items()))
     note = (
         f"Budget {first['budget']} for every set. {first['model']} with {first['draft']} as draft, {first['dtype']}, "
-        f"{first['card']}; "
-        f"`{first['command']}` at {first['commit']}. Dense attention one token at a time agrees with itself in rounds of "
+        f"{first['card']}; {ran}. Dense attention one token at a time agrees with itself in rounds of "
         f"{first['num_draft_tokens'] + 1} rows in {said} of the rows: the noise of bf16."
     )
     return markdown(head, lines) + "\n\n" + note
@@ -74,6 +74,8 @@ def _label(row: dict[str, Any]) -> str:
             what += f", {len(LayerList().convert(which, None, None))} layers choose for all"
     else:
         what = f"`dustin`, {heads}"
+    if heads.startswith("ahead+"):
+        what += ", the draft's set by its own scores"
     if row.get("bytes_of_budget"):
         return f"{what}, bytes of {row['bytes_of_budget']}"
     return f"{what}, k={row['budget']}"
