@@ -88,6 +88,9 @@ class Engine:
         # Whether the device was told to do something else since the last round, which the next one waits for.
         self.disturbed = False
 
+    # Whether scores may be kept within a pool between refreshes, which all rows have at once.
+    pools = True
+
     # Start.
 
     def start(self, rows: list[Sequence], cache: KVCache, progress: Callable[[int, int], None] | None = None) -> list[Event]:

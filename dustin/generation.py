@@ -207,10 +207,12 @@ class Session:
     def make_engine(self, kind: type[AnyEngine], options: EngineOptions, stats: Stats) -> AnyEngine:
         """An engine of this kind over the session's models, with options as `resolve` gives them."""
         scoring = with_fidelity(options, self._scoring(options), self.target)
+        scoring = scoring if kind.pools else replace(scoring, refresh=1)
         selector = create_selector(options, scoring, self.target.spec)
-        prepare(selector, self.target, self.tokenizer)
         drafter = self._drafter(options, stats, scoring)
         if options.mode in ("sparse", "rectified", "exact", "auto") or drafter.name == "self":
+            # Others read no sets: they do not wait for compact keys to be fitted.
+            prepare(selector, self.target, self.tokenizer)
             stats.scoring = getattr(selector, "describe", scoring.describe)(drafter.tap is not None)
         lossy = options.relaxed_weight or options.route_confidence
         rule = RelaxedAcceptance(options.relaxed_weight, options.route_confidence) if lossy else SpeculativeAcceptance()

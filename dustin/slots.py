@@ -48,6 +48,9 @@ class SlotEngine(Engine):
     the answer equals a cold run's. A sequence's tokens do not depend on who else is in the batch (up to rounding).
     """
 
+    # A row that joins would refresh the pools of the others, who would then read other tokens than alone.
+    pools = False
+
     def open(self, cache: KVCache, num_slots: int, share: bool = True) -> None:
         """Begin with `num_slots` free slots over an empty cache of that many sequences.
 

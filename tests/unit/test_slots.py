@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from dustin.acceptance import SpeculativeAcceptance
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
+from dustin.engine import Engine
+from dustin.generation import Session
 from dustin.interfaces import Drafter
 from dustin.selection import create_selector, draft_tap, target_tap
 from dustin.sequence import Event
@@ -69,6 +72,31 @@ def serve(
         if engine.active:
             events += engine.step()
     return rows, events
+
+
+def test_pools_of_scores_do_not_depend_on_who_joins() -> None:
+    """A profile may keep scores within a pool for some rounds: sets in slots are those of all tokens' scores, whoever joins."""
+    opts = options("sparse", drafter="lookup")
+    session = Session(backend, target(), None, opts, None)
+    session._scorings["auto", False] = replace(session._scoring(opts), refresh=5, pool=24)
+    assert session.make_engine(Engine, opts, Stats()).selector._scoring.refresh == 5  # type: ignore[attr-defined]
+
+    def answers(delays: tuple[int, ...]) -> list[int]:
+        engine = session.make_engine(SlotEngine, opts, Stats())
+        engine.open(target().new_cache(3, CAPACITY), 3)
+        first = Row(0, PROMPTS[0], RequestOptions(max_tokens=24), 24, frozenset(), None)
+        engine.admit(first)
+        steps = 0
+        while engine.active or engine.reading:
+            for slot, delay in enumerate(delays, 1):
+                if steps == delay:
+                    engine.admit(Row(slot, PROMPTS[2 * slot], RequestOptions(max_tokens=4), 4, frozenset(), None))
+            engine.read_chunk(50)
+            engine.step()
+            steps += 1
+        return first.generated
+
+    assert answers(()) == answers((3, 7)) == answers((1, 4))
 
 
 def finish(engine: SlotEngine) -> None:
