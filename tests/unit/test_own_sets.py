@@ -133,6 +133,21 @@ def test_a_profile_s_own_sets_are_left_out_where_there_can_be_none():
     assert usable(whole, object(), None) is whole
 
 
+def test_only_modes_that_read_sets_wait_for_compact_keys(tmp_path):
+    """A profile with a layer of own sets must not make plain decoding read a text first."""
+    from dustin.config import EngineOptions, RequestOptions
+    from dustin.generation import load
+    from tests import tiny_model
+
+    folder = tiny_model.write(tmp_path / "model", num_hidden_layers=3, head_dim=32, hidden_size=64)
+    own = {"reselection_layers": (1,), "reselection_rank": 32, "reselection_by_kv_head": True, "profile": "none"}
+    for mode, drafter, fitted in (("ar", "none", False), ("dense", "lookup", False), ("sparse", "lookup", True)):
+        options = EngineOptions(mode=mode, drafter=drafter, budget=48, **own)
+        session = load(str(folder), None, device="cpu", dtype="float32", options=options)
+        session.generate([(11 * i) % 200 + 3 for i in range(90)], RequestOptions(max_tokens=3, ignore_eos=True))
+        assert (session.target.compact is not None) == fitted, mode
+
+
 def test_compact_keys_want_a_text_and_room(tmp_path):
     session = load(str(tiny_model.write(tmp_path / "model")), None, device="cpu", dtype="float32")
     options = EngineOptions(reselection_layers=(0,), reselection_rank=32)
