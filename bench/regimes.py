@@ -26,7 +26,7 @@ FILE = rows.RESULTS / "decode.jsonl"
 WIDE_BUDGET, RECTIFY_INTERVAL = 1024, 256
 MOST_DRAFTS, MOST_BLOCK = 8, 32
 # What a round of a new shape takes longer the first time, kernels compiled: its graphs are recorded.
-WARM_UP_SECONDS = 0.3
+WARM_UP_SECONDS = 0.15
 MODES, LOSSLESS = ("ar", "dense", "exact", "rectified", "sparse"), ("ar", "dense", "exact")
 Times = dict[str, dict[str, float]]
 
