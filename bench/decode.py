@@ -306,8 +306,10 @@ class DecodeBench:
 @click.option("--modes", default="ar,dense,dense-sparse,sparse,both,own,rectified,exact", show_default=True,
               help="What to measure.")  # fmt: skip
 @click.option("--blocks", default="32,16,8", show_default=True, help="Blocks of mode exact.")
-@click.option("--last-drafts", default=0, type=click.IntRange(0), show_default=True, help="Drafts that end a block of mode exact; 0: --drafts.")
-@click.option("--check-rows", default=0, type=click.IntRange(0), show_default=True, help="Rows of a dense check, packed; 0: all of every block.")
+@click.option("--last-drafts", default=0, type=click.IntRange(0), show_default=True,
+              help="Drafts that end a block of mode exact; 0: --drafts.")  # fmt: skip
+@click.option("--check-rows", default=0, type=click.IntRange(0), show_default=True,
+              help="Rows of a dense check, packed; 0: all of every block.")  # fmt: skip
 @click.option("--paper-scoring", is_flag=True, help="4 heads of 1 target layer and of 3 draft layers instead of the default.")
 @click.option("--one-kv-head", is_flag=True, help="As --paper-scoring, the four heads of a layer in one kv head.")
 @click.option("--target", default="7b", type=click.Choice(list(TARGETS)), show_default=True, help="Shape of the target.")
