@@ -37,6 +37,7 @@ class NoDrafter:
     model: Model | None = None
     cache: KVCache | None = None
     tap: Tap | None = None
+    cold = False
 
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
         """Nothing to prepare."""
@@ -91,6 +92,8 @@ class ModelDrafter(NoDrafter):
         self._chain = model if simple and isinstance(model, GreedyChain) else None
         self._foresees = model if simple and isinstance(model, GreedyAhead) else None
         self.ahead: Ahead | None = None
+        # Whether the last drafts could have been begun ahead and were not.
+        self.cold = False
 
     def resume(self, cache: KVCache) -> None:
         """Before `start`: this cache holds leading rows of the prompts, read densely, which are not read again."""
@@ -140,6 +143,7 @@ class ModelDrafter(NoDrafter):
         backend = self._backend
         unseen = self._unseen(state, cache)
         begun = self._propose_begun(state, cache, [len(row) for row in unseen])
+        self.cold = begun is None and self._foresees is not None
         if begun is not None:
             return begun
         if self._chain is not None and max(map(len, unseen)) > _USUALLY_UNSEEN and state.warp.greedy:

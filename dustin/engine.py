@@ -205,6 +205,7 @@ class Engine:
         for look in self.looks:
             # The host's part is of the round's price too: where nothing is begun ahead, the device waits for it.
             look.seconds = self.clock() - began
+            look.warm = not (planned and self.drafter.cold)
         return events
 
     def look(self, kind: str, planned: int, host: HostVerdict, taking: set[int], began: float) -> None:

@@ -80,6 +80,7 @@ class AutoPlanner:
         self._plan = Plan("ar")
         self._now, self._settled, self._think_at = 0.0, 0, 0
         self._seen_at: dict[tuple[str, int], float] = {}
+        self._look_seconds: dict[tuple[str, int], float] = {}
         self._next_look, self._looking = 0.0, False
         self._again: Plan | None = None
         self._forecast: dict[Plan, float] = {}
@@ -208,7 +209,8 @@ class AutoPlanner:
             tried = [plan for plan in plans if self._tried(plan)]
             plan = max(tried or plans, key=doubted.__getitem__)
             doubtful = doubted[plan] > _MARGIN * current
-            costs = self._seconds(plan) + (0.0 if tried else self.costs.warm_up(plan.mode))
+            costs = self._seconds(plan) + self._look_seconds.get(family, 0.0)
+            costs += 0.0 if tried else self.costs.warm_up(plan.mode)
             wait = costs / (_DOUBT_SHARE if doubtful else _LOOK_SHARE)
             due = self._seen_at.get(family, 0.0) + wait
             if self._now > due and (doubtful or self._could_win(family, budgets, speeds)):
@@ -236,13 +238,19 @@ class AutoPlanner:
         plan, costs, habits = self._plan, self.costs, self.habits
         self._now += seconds
         self._seen_at[plan.family] = self._now
+        if self._looking:
+            # What a look costs beyond its usual rounds: a draft that fell behind reads what it missed.
+            excess = seconds - sum(look.seconds for look in looks if look.warm)
+            before = 0.0 if self._again is not None else self._look_seconds.get(plan.family, 0.0)
+            self._look_seconds[plan.family] = before + (excess if looks and not looks[0].warm else 0.0)
         for look in looks:
             kind = f"sparse {plan.budget}" if look.kind == "sparse" else look.kind
             size = plan.exact_block if look.kind == "check" else look.planned
             # The time that a new size's recording and compilation took promises nothing of what is to come.
             known = costs.clocks[kind].count(size) > 0
             self.prices.elapsed += look.seconds if known else 0.0
-            costs.observe(kind, size, look.seconds + (0.0 if known else recording))
+            if look.warm or not known:
+                costs.observe(kind, size, look.seconds + (0.0 if known else recording))
             recording = recording if known else 0.0
             if look.kind == "dense" or (look.kind == "last" and look.accepted):
                 habits.dense.observe(look.accepted, look.planned)

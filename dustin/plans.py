@@ -43,3 +43,5 @@ class Look:
     accepted: list[int]
     seconds: float
     offered: list[int] = field(default_factory=list)
+    # False where the round could not be begun ahead, as those that follow one of its kind are: it took longer than they will.
+    warm: bool = True

@@ -138,6 +138,8 @@ class Drafter(Protocol):
     model: Model | None
     cache: KVCache | None
     tap: Tap | None
+    # Whether the last drafts could have been begun ahead (`foresee`) and were not, as in a first round.
+    cold: bool
 
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Callable[[int, int], None] | None) -> None:
         """Begin a batch: read the prompts where the drafter has a model of its own (dense, in chunks)."""

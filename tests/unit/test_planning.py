@@ -316,6 +316,16 @@ def test_what_ran_at_one_context_is_tried_at_all() -> None:
     assert short.tried("dense", 8) and not short.tried("dense", 6) and not short.clocks["dense"].seen
 
 
+def test_a_round_that_could_not_be_begun_ahead_prices_nothing_but_its_first_time() -> None:
+    planner = AutoPlanner(SPEC, "draft", BUDGET)
+    planner.choose([32_000])
+    planner._plan = Plan("dense", 3)
+    for seconds, warm in ((3.0, False), (2.0, False), (1.0, True), (2.0, False)):
+        planner.record([Look("dense", 3, [2], seconds, warm=warm)], seconds)
+    assert planner.costs.clocks["dense"].measured(3) == pytest.approx(1.0) and planner.costs.clocks["dense"].count(3) == 2
+    assert planner.habits.dense._tested[0] > 3  # What they kept counts all the same.
+
+
 def test_less_than_nothing_is_nothing() -> None:
     clock = Clock()
     for _ in range(3):
