@@ -38,6 +38,7 @@ class NoDrafter:
     cache: KVCache | None = None
     tap: Tap | None = None
     cold = False
+    foresees = False
 
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Progress | None) -> None:
         """Nothing to prepare."""
@@ -234,6 +235,11 @@ class ModelDrafter(NoDrafter):
         )
         if begun is not None:
             self.ahead = Ahead(begun, tuple(known), tuple(active), steps, token_set, tuple(set_lengths))
+
+    @property
+    def foresees(self) -> bool:  # type: ignore[override]
+        """Whether the model can begin steps before the host has read what they follow."""
+        return self._foresees is not None
 
     def settle(self, verdict: HostVerdict) -> None:
         """Now the host knows it too."""

@@ -271,17 +271,20 @@ class Engine:
 
     def foresee(self, drafts: Drafts, verdict: Verdict, taking: set[int]) -> None:
         """Begin the next round, as far as the device can, before the host reads this one's verdict: where its rows want one."""
+        plain = self.chosen.mode == "ar"
+        if not (isinstance(self.target, ForwardAhead) if plain else drafts.tokens is not None and self.drafter.foresees):
+            return
         going = [row.row in taking and row.remaining > 1 for row in self.rows]
         # Log-probabilities are read with the verdict, after whatever the device has been told to do.
         wanted = any(row.request.top_logprobs is not None for row in self.rows)
         if wanted or not any(going) or not self.warp.greedy or self.warp.penalised:
             return
         known = [len(row.tokens) for row in self.rows]
-        if self.chosen.mode == "ar" and isinstance(self.target, ForwardAhead):
+        if plain and isinstance(self.target, ForwardAhead):
             begun = self.target.forward_ahead(verdict.tokens, [int(on) for on in going], self.target_cache, tap=self.tap)
             rows = tuple(row if on else None for row, on in zip(self.rows, going, strict=True))
             self._ahead = PlainAhead(begun, rows, tuple(known)) if begun is not None else None
-        elif drafts.tokens is not None:
+        else:
             self.drafter.foresee(verdict, known, going, self._set_of_draft(taking), self._set_lengths(taking))
 
     def select(self, drafts: Drafts, taking: set[int]) -> TokenSet | None:

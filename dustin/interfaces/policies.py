@@ -141,6 +141,11 @@ class Drafter(Protocol):
     # Whether the last drafts could have been begun ahead (`foresee`) and were not, as in a first round.
     cold: bool
 
+    @property
+    def foresees(self) -> bool:
+        """Whether `foresee` can begin anything."""
+        ...
+
     def start(self, prompts: Sequence[Sequence[int]], capacity: int, progress: Callable[[int, int], None] | None) -> None:
         """Begin a batch: read the prompts where the drafter has a model of its own (dense, in chunks)."""
         ...
