@@ -238,29 +238,41 @@ def answer(pair: Pair, context: int, per_document: int, ways: list[Way], deadlin
     session = pair.session
     pair.settle(context)
     asked = [(d, task) for d, document in enumerate(pair.documents) for task in document.tasks(context, per_document, d)]
-    # A question and its answer take less than this.
-    room = context + ANSWER_TOKENS + 256
-    batches = -(-len(asked) // max(1, pair.copies * pair.longest // room))
+    batches = -(-len(asked) // max(1, pair.copies * pair.longest // _room(context)))
     at_once = -(-len(asked) // batches)
     for start in range(0, len(asked), at_once):
         part = asked[start : start + at_once]
-        caches = [reading.cache.take([d for d, _ in part], room) for reading in pair.readings]
-        prompts = [[*pair.documents[d].prefix(context), *suffix(session.tokenizer, task.question)] for d, task in part]
+        prompts, caches = opened(session, pair, part, context)
         for way in ways:
             if time.perf_counter() > deadline:
                 break
             texts, _ = generate(session, prompts, caches, way, ANSWER_TOKENS, pair.chunk, sparse_draft=way.sparse_draft)
             way.texts += texts
             way.scores += [task.score(text) for (_, task), text in zip(part, texts, strict=True)]
-            for cache in caches:
-                cache.rollback([context] * len(part))
-            # The loop's own name would keep the last cache over the next batch, which then has to find as much memory again.
-            del cache
-            # Engines refer to themselves: without this their caches would outlive them, and the next batch find no memory.
-            gc.collect()
+            reread(caches, context, len(part))
         del caches
         gc.collect()
     return asked
+
+
+def _room(context: int) -> int:
+    """Tokens of a cache for a document, a question and its answer, which take less."""
+    return context + ANSWER_TOKENS + 256
+
+
+def opened(session: Session, pair: Pair, part: list[tuple[int, Any]], context: int) -> tuple[list[list[int]], list[Any]]:
+    """Prompts of (document, question) pairs and both models' caches that hold the documents."""
+    caches = [reading.cache.take([d for d, _ in part], _room(context)) for reading in pair.readings]
+    prompts = [[*pair.documents[d].prefix(context), *suffix(session.tokenizer, task.question)] for d, task in part]
+    return prompts, caches
+
+
+def reread(caches: list[Any], context: int, count: int) -> None:
+    """Take the caches back to the documents alone, for the next way to answer; let go of what the last one held."""
+    for cache in caches:
+        cache.rollback([context] * count)
+    # Engines refer to themselves: without this their caches would outlive them, and the next batch find no memory.
+    gc.collect()
 
 
 def generate(

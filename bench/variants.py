@@ -16,7 +16,7 @@ import click
 
 from bench import fidelity_cells, fidelity_stats, rows
 from bench.fidelity_cells import Cell, Pair, Way, chat_replay, generate, named_scoring, replay_cell, text_replay
-from bench.fidelity_documents import make, suffix
+from bench.fidelity_documents import make
 from bench.fidelity_plan import ASKED, compared_profiles
 from bench.fidelity_run import Bench, load_pair
 from dustin import add_selector
@@ -245,16 +245,10 @@ def _questions(bench: Bench, pair: Pair, variants: list[Variant], until: float) 
             return
         for start in range(0, len(asked), opts["at_once"]):
             part = asked[start : start + opts["at_once"]]
-            room = context + fidelity_cells.ANSWER_TOKENS + 256
-            caches = [reading.cache.take([d for d, _ in part], room) for reading in pair.readings]
-            prompts = [[*pair.documents[d].prefix(context), *suffix(session.tokenizer, t.question)] for d, t in part]
+            prompts, caches = fidelity_cells.opened(session, pair, part, context)
             for each in group:
                 bench.guarded(each.name, partial(_answer, bench, ways[each.name], each, part, prompts, caches))
-                for cache in caches:
-                    cache.rollback([context] * len(part))
-                # The loop's own name would keep a cache over the next batch.
-                del cache
-                gc.collect()
+                fidelity_cells.reread(caches, context, len(part))
             del caches
             gc.collect()
         for each in group:
