@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dustin.self_test import TOLERANCE, Case, Check, Outputs, Result, acceptance_inputs
+from dustin.self_test_own_sets import own_set_checks
 from dustin.self_test_step import step_checks
 
 _PAGE = 16
@@ -35,6 +36,7 @@ def triton_checks() -> Iterator[Check | Result]:
     for make in (_triton_attention, _triton_cache, _triton_selection, _triton_acceptance):
         yield from make(paged)
     yield from step_checks(device)
+    yield from own_set_checks(device)
 
 
 class _Paged:

@@ -1,0 +1,120 @@
+"""Checks of the Triton kernels of layers that choose their own sets: compact keys, scores by them, the best of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dustin.self_test import Check, Outputs
+
+_TOKENS, _HEADS, _KV_HEADS, _DIM, _PAGE, _FRESH = 2, 4, 2, 32, 16, 16
+_LENGTHS, _FED = (37, 0, 5), (2, 0, 1)
+_TABLE = ((4, 0, 6), (1, 2, 3), (5, 8, 7))
+_PAGES, _COLUMNS, _SCALE = 9, 40, 0.2
+_BUDGET, _SINKS, _RECENT = 12, 2, 3
+# Queries are rounded to float16 before and after their product.
+_TOLERANCE = 3e-3
+
+
+def own_set_checks(device: str) -> Iterator[Check]:
+    """One check a launcher, with float16 queries on `device`."""
+    layer = _Layer(device)
+    for name, run, want in (
+        ("packed_rows", layer.pack, layer.packed),
+        ("packed_scores", layer.score, layer.scores),
+        ("select_best", layer.select, layer.best),
+    ):
+        yield Check("triton", name, run, want(), _TOLERANCE)
+
+
+class _Layer:
+    """A layer of two kv heads over three sequences in pages; each kernel beside its formula in float64."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        rng = np.random.default_rng(12)
+        self.torch, self.device = torch, device
+        self.q = rng.standard_normal((3, _TOKENS, _HEADS, _DIM)).astype(np.float16).astype(np.float32)
+        # Whole numbers in a basis that only reorders them: codes have one right value each.
+        self.keys = rng.integers(-9, 10, (_PAGES, _PAGE, _KV_HEADS, _DIM)).astype(np.float32)
+        self.mean = rng.integers(-1, 2, (_KV_HEADS, _DIM)).astype(np.float32)
+        self.encode = np.stack([np.eye(_DIM, dtype=np.float32)[rng.permutation(_DIM)] for _ in range(_KV_HEADS)])
+        self.decode = rng.standard_normal((_KV_HEADS, _DIM, _DIM)).astype(np.float32)
+        self.codes = rng.integers(-128, 128, (_PAGES, _PAGE, _KV_HEADS, _DIM // 2)).astype(np.int8)
+        self.mass = rng.random((len(_LENGTHS), _COLUMNS)).astype(np.float32) ** 8
+
+    def put(self, values: Any, kind: str = "float32") -> Any:
+        """A copy: packed_rows writes codes in place."""
+        return self.torch.tensor(values, device=self.device, dtype=getattr(self.torch, kind))
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        return self.put(np.array(_TABLE), "int32"), self.put(np.array(_LENGTHS), "int32")
+
+    def pack(self) -> Outputs:
+        from dustin.triton_kernels.packed_rows import packed_rows
+
+        codes = self.put(self.codes, "int8").flatten(0, 1)
+        bases = (self.put(x) for x in (self.mean, self.encode, self.decode))
+        pool = self.put(self.keys, "float16")
+        rows = packed_rows(self.put(self.q, "float16"), pool, codes, *self.place, *bases, num_rows=_TOKENS, fresh=_FRESH)
+        return {"rows": rows.float().cpu().numpy(), "codes": codes.cpu().numpy()}
+
+    def packed(self) -> Outputs:
+        """Codes of the newest keys of each sequence; the others stay."""
+        codes = self.codes.reshape(-1, _KV_HEADS, _DIM // 2).copy()
+        flat = self.keys.reshape(-1, _KV_HEADS, _DIM)
+        for b, length in enumerate(_LENGTHS):
+            for position in range(max(0, length - _FRESH), length):
+                place = _TABLE[b][position // _PAGE] * _PAGE + position % _PAGE
+                moved = np.einsum("hd,hdr->hr", flat[place] - self.mean, self.encode)
+                low, high = np.split(np.clip(moved, -7, 7).astype(np.int32), 2, -1)
+                codes[place] = ((low & 15) | (high << 4)).astype(np.int8)
+        heads = self.decode[np.arange(_HEADS) // (_HEADS // _KV_HEADS)]
+        return {"rows": np.einsum("bthd,hdr->bthr", self.q, heads, dtype=np.float64), "codes": codes}
+
+    def score(self) -> Outputs:
+        from dustin.triton_kernels.packed_scores import packed_scores
+
+        scores = self.torch.full((3 * _KV_HEADS, _COLUMNS), float("nan"), device=self.device)
+        codes, fed = self.put(self.codes, "int8"), self.put(np.array(_FED), "int32")
+        packed_scores(self.put(self.q, "float16"), codes, *self.place, scores, num_rows=fed, scale=_SCALE)
+        return {"scores": scores.cpu().numpy()}
+
+    def scores(self) -> Outputs:
+        """The mean softmax of a kv head's queries over the numbers in its codes; nothing beyond a sequence's end."""
+        want = np.full((3, _KV_HEADS, _COLUMNS), -np.inf)
+        group = _HEADS // _KV_HEADS
+        for b, length in enumerate(_LENGTHS):
+            want[b, :, :length] = 0
+            if not length or not _FED[b]:
+                continue
+            codes = self.codes[list(_TABLE[b])].reshape(-1, _KV_HEADS, _DIM // 2)[:length].astype(np.int32)
+            numbers = np.concatenate([((codes & 15) ^ 8) - 8, codes >> 4], -1)
+            for h in range(_KV_HEADS):
+                asked = self.q[b, : _FED[b], h * group : (h + 1) * group].reshape(-1, _DIM)
+                logits = asked.astype(np.float64) @ numbers[:, h].T * _SCALE
+                weights = np.exp(logits - logits.max(-1, keepdims=True))
+                want[b, h, :length] = (weights / weights.sum(-1, keepdims=True)).mean(0)
+        return {"scores": want.reshape(-1, _COLUMNS)}
+
+    def select(self) -> Outputs:
+        from dustin.triton_kernels.select_best import select_best
+
+        scores, windows = self.put(self.mass), {"num_sink_tokens": _SINKS, "num_recent_tokens": _RECENT}
+        indices, counts = select_best(scores, self.place[1], budget=_BUDGET, **windows)
+        return {"indices": indices.cpu().numpy(), "counts": counts.cpu().numpy()}
+
+    def best(self) -> Outputs:
+        """Sinks and recent tokens, then the best by mass; a sequence that fits is whole."""
+        indices = np.zeros((len(_LENGTHS), _BUDGET), np.int32)
+        counts = np.minimum(_LENGTHS, _BUDGET).astype(np.int32)
+        for row, length in enumerate(_LENGTHS):
+            free = np.arange(length)
+            safe = (free < _SINKS) | (free >= length - _RECENT)
+            order = np.argsort(np.where(safe, -np.inf, -self.mass[row, :length]), kind="stable")
+            indices[row, : counts[row]] = np.sort(order[: counts[row]])
+        return {"indices": indices, "counts": counts}
