@@ -11,7 +11,7 @@ import click
 
 from bench.fidelity_cells import Cell, Way, named_scoring
 from dustin.interfaces import Tap
-from dustin.scoring import Scoring
+from dustin.scoring import Scoring, without_own_sets
 
 # Tracks of questions, by the kinds that count for them.
 ASKED = {
@@ -93,7 +93,7 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
 
 def scoring_for(selector: str, scoring: Scoring) -> Scoring:
     """A profile's scoring for the method and its halves; without sets of the layers' own for the peers, which have none."""
-    return scoring if selector in ("dustin", "history", "lookahead") else replace(scoring, reselection=Tap({}))
+    return scoring if selector in ("dustin", "history", "lookahead") else without_own_sets(scoring)
 
 
 def shares(contexts: list[int], began: float, seconds: float) -> Iterator[tuple[int, float]]:
@@ -127,7 +127,7 @@ def compared_profiles(session: Any, opts: dict[str, Any]) -> dict[str, Scoring]:
         if name == "profile":
             made |= _retrieval(_file_of(where, session))
             if scoring.reselection.heads:
-                made["shared set"] = replace(scoring, reselection=Tap({}), reselection_rank=0, reselection_by_kv_head=False)
+                made["shared set"] = without_own_sets(scoring)
     if opts["calibrate"]:
         longest = max(c for c in (int(c) for c in opts["contexts"].split(",")) if c <= 16384 or "," not in opts["contexts"])
         short = longest <= 4096

@@ -22,8 +22,7 @@ from bench.fidelity_run import Bench, load_pair
 from dustin import add_selector
 from dustin.config import EngineOptions
 from dustin.interfaces import Array, KVCache, Model, SelectionContext, Tap, TokenSet
-from dustin.own_layers import with_layers
-from dustin.scoring import Scoring, full_layers
+from dustin.scoring import Scoring, full_layers, with_own_sets
 from dustin.selection import largest_rank
 from dustin.selectors.peers import OracleSelector
 from dustin.selectors.quota import QuotaSelector
@@ -221,7 +220,7 @@ def _made(session: Any, variant: Variant, name: str, options: EngineOptions, sco
 def _scoring(bench: Bench, variant: Variant) -> Scoring:
     scoring = replace(named_scoring(variant.heads, bench.session, bench.profiles), **variant.changes)
     spec = bench.session.target.spec
-    return with_layers(scoring, spec, list(variant.own), largest_rank(spec)) if variant.own else scoring
+    return with_own_sets(scoring, spec, variant.own, largest_rank(spec)) if variant.own else scoring
 
 
 def _questions(bench: Bench, pair: Pair, variants: list[Variant], until: float) -> None:

@@ -22,7 +22,7 @@ from dustin.profile_file import Profile, identity, scoring_of
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
 from dustin.retrieval_heads import best_heads, needle_prompts, rank_heads, ranked_layers
-from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
+from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic, kv_heads_of
 from dustin.selection import prepare, usable
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
@@ -204,8 +204,7 @@ class Calibrator:
     def _more_layers(self, best: Trial, side: str, among: Sequence[int] | None = None) -> Trial:
         """Another layer of `among` beside those that score, as long as that helps; without, a kv head of one best alone."""
         spec = self.target.spec if side == "target" or self.draft is None else self.draft.spec
-        group, every = spec.num_heads // spec.num_kv_heads, tuple(range(spec.num_heads))
-        parts = [every] if among else [every[first : first + group] for first in range(0, spec.num_heads, group)]
+        parts = [tuple(range(spec.num_heads))] if among else kv_heads_of(spec)
         layers = among or [int(layer) for layer in list(self.single.get(side, {}))[:PROMISING]]
         while True:
             have = dict(getattr(best.scoring, side).heads)

@@ -6,11 +6,10 @@ hundredths of what scoring reads, and the time of one more selection: few are tr
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dustin.interfaces import CompactModel, ModelSpec
-from dustin.scoring import FEW_LAYERS, Scoring, all_heads, full_layers
+from dustin.interfaces import CompactModel
+from dustin.scoring import FEW_LAYERS, full_layers, with_own_sets
 from dustin.selection import largest_rank
 
 if TYPE_CHECKING:
@@ -22,14 +21,6 @@ WORTHWHILE = 0.08
 PROMISING = 8
 
 
-def with_layers(scoring: Scoring, spec: ModelSpec, layers: list[int], rank: int) -> Scoring:
-    """The scoring with sets of their own at `layers`, by kv head and compact keys of `rank` numbers."""
-    return replace(
-        scoring, reselection=all_heads(spec, sorted(layers)), reselection_rank=rank,
-        reselection_by_kv_head=spec.num_kv_heads > 1, reselection_reuse=False,
-    )  # fmt: skip
-
-
 def search(calibrator: Calibrator, best: Trial) -> Trial:
     """`best` with the layers whose own sets lower KL at equal bytes; as it is where the target keeps no compact keys."""
     spec = calibrator.target.spec
@@ -39,7 +30,7 @@ def search(calibrator: Calibrator, best: Trial) -> Trial:
     layers = full_layers(spec)
     for number in range(FEW_LAYERS):
         have = list(best.scoring.reselection.heads)
-        tried = [(layer, with_layers(best.scoring, spec, [*have, layer], rank)) for layer in layers if layer not in have]
+        tried = [(layer, with_own_sets(best.scoring, spec, [*have, layer], rank)) for layer in layers if layer not in have]
         found = calibrator.best(best, [scoring for _, scoring in tried], f"layer {number + 1} with its own sets", WORTHWHILE)
         ranked = sorted((calibrator.kl_of(scoring), layer) for layer, scoring in tried)
         if not number:

@@ -15,25 +15,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dustin.interfaces import Tap
-from dustin.scoring import Scoring, all_heads, full_layers, heuristic
+from dustin.scoring import Scoring, full_layers, heuristic, kv_heads_of, with_own_sets, without_own_sets
+from dustin.selection import COMPACT_RANKS
 
 if TYPE_CHECKING:
     from dustin.calibration import Calibrator, Trial
     from dustin.interfaces import Measures, ModelSpec
     from dustin.replay import Replay
 
-# Numbers of a compact key, and the shares of the layers that choose, which are tried.
-RANKS = (64, 32)
+# Shares of the layers that choose, which are tried.
 PARTS = (1.0, 0.75, 0.5, 0.35, 0.25)
 # Rounds and tokens by which layers are compared.
 COMPARED_ROUNDS = 3
 COMPARED_BUDGET = 512
-
-
-def kv_heads_of(spec: ModelSpec) -> list[tuple[int, ...]]:
-    """The query heads of each kv head."""
-    group = spec.num_heads // spec.num_kv_heads
-    return [tuple(range(kv * group, (kv + 1) * group)) for kv in range(spec.num_kv_heads)]
 
 
 def held(replay: Replay, budget: int = COMPARED_BUDGET, rounds: int = COMPARED_ROUNDS) -> list[list[float]]:
@@ -85,12 +79,9 @@ def choosing(shares: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     return found[1] if found is not None else ()
 
 
-def with_own_sets(scoring: Scoring, spec: ModelSpec, chosen: Sequence[int], rank: int) -> Scoring:
+def chosen_at(scoring: Scoring, spec: ModelSpec, layers: Sequence[int], rank: int) -> Scoring:
     """The scoring with sets that the given layers' kv heads choose, for those after them too where not all layers do."""
-    return replace(
-        scoring, reselection=all_heads(spec, sorted(chosen)), reselection_rank=rank, reselection_by_kv_head=spec.num_kv_heads > 1,
-        reselection_reuse=len(chosen) < len(full_layers(spec)),
-    )  # fmt: skip
+    return with_own_sets(scoring, spec, layers, rank, reuse=len(layers) < len(full_layers(spec)))
 
 
 def candidates(scoring: Scoring, spec: ModelSpec, shares: Sequence[Sequence[float]]) -> list[Scoring]:
@@ -98,21 +89,22 @@ def candidates(scoring: Scoring, spec: ModelSpec, shares: Sequence[Sequence[floa
     layers = full_layers(spec)
     counts = [max(1, round(part * len(layers))) for part in PARTS]
     chosen = [[layers[place] for place in choosing(shares, count)] for count in counts]
-    return [with_own_sets(scoring, spec, some, rank) for rank in RANKS if rank <= spec.head_dim for some in chosen]
+    ranks = [rank for rank in reversed(COMPACT_RANKS) if rank <= spec.head_dim]
+    return [chosen_at(scoring, spec, some, rank) for rank in ranks for some in chosen]
 
 
 def by_importance(calibrator: Calibrator, scoring: Scoring, rank: int) -> list[Scoring]:
     """Fewer layers that choose: those without which, each alone, the KL rises most. None where time is up before all are tried."""
     spec = calibrator.target.spec
     first, *rest = full_layers(spec)
-    alone = [calibrator.trial(with_own_sets(scoring, spec, [first, *(x for x in rest if x != layer)], rank)) for layer in rest]
+    alone = [calibrator.trial(chosen_at(scoring, spec, [first, *(x for x in rest if x != layer)], rank)) for layer in rest]
     kls = [made.kl for made in alone if made is not None]
     if len(kls) < len(rest):
         return []
     ranked = [layer for _, layer in sorted(zip(kls, rest, strict=True), reverse=True)]
     calibrator.single["own set"] = {str(layer): round(kl, 4) for kl, layer in sorted(zip(kls, rest, strict=True), reverse=True)}
     counts = [max(1, round(part * (len(rest) + 1))) for part in PARTS[1:]]
-    return [with_own_sets(scoring, spec, [first, *ranked[: count - 1]], rank) for count in counts]
+    return [chosen_at(scoring, spec, [first, *ranked[: count - 1]], rank) for count in counts]
 
 
 def begin(calibrator: Calibrator) -> tuple[Trial, Trial] | None:
@@ -121,7 +113,7 @@ def begin(calibrator: Calibrator) -> tuple[Trial, Trial] | None:
     calibrator.deadline = time.perf_counter() + calibrator.options.seconds
     base = heuristic(calibrator.target.spec, calibrator.draft.spec if calibrator.draft else None)
     start, known = calibrator.trial(base), calibrator.known
-    best = None if known is None else calibrator.trial(replace(known, reselection=Tap({}), reselection_rank=0))
+    best = None if known is None else calibrator.trial(without_own_sets(known))
     return (start, best) if start is not None and best is not None else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dustin.interfaces import ModelSpec, Tap
 
@@ -142,6 +142,26 @@ def _ranges(numbers: Sequence[int]) -> str:
 def all_heads(spec: ModelSpec, layers: Sequence[int]) -> Tap:
     """Every query head of the given layers."""
     return Tap({layer: tuple(range(spec.num_heads)) for layer in layers})
+
+
+def kv_heads_of(spec: ModelSpec) -> list[tuple[int, ...]]:
+    """The query heads of each kv head."""
+    group = spec.num_heads // spec.num_kv_heads
+    return [tuple(range(kv * group, (kv + 1) * group)) for kv in range(spec.num_kv_heads)]
+
+
+def with_own_sets(scoring: Scoring, spec: ModelSpec, layers: Sequence[int], rank: int, reuse: bool = False) -> Scoring:
+    """The scoring with sets that the kv heads of `layers` choose by compact keys of `rank` numbers, with `reuse` for the layers
+    after them too."""
+    return replace(
+        scoring, reselection=all_heads(spec, sorted(layers)), reselection_rank=rank,
+        reselection_by_kv_head=spec.num_kv_heads > 1, reselection_reuse=reuse,
+    )  # fmt: skip
+
+
+def without_own_sets(scoring: Scoring) -> Scoring:
+    """The scoring with one set for all layers."""
+    return replace(scoring, reselection=Tap({}), reselection_rank=0, reselection_by_kv_head=False)
 
 
 def full_layers(spec: ModelSpec) -> list[int]:

@@ -8,7 +8,16 @@ from dataclasses import replace
 from dustin.config import ADDED_SELECTORS, SELECTORS, EngineOptions
 from dustin.errors import UsageError
 from dustin.interfaces import CompactModel, Model, ModelSpec, Selector, Tap
-from dustin.scoring import Scoring, all_heads, default_tap, draft_tap, full_layers, heuristic, target_tap
+from dustin.scoring import (
+    Scoring,
+    default_tap,
+    draft_tap,
+    full_layers,
+    heuristic,
+    target_tap,
+    with_own_sets,
+    without_own_sets,
+)
 from dustin.selectors import peers
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
@@ -87,7 +96,7 @@ def usable(scoring: Scoring, target: Model, tokenizer: Tokenizer | None) -> Scor
     if not scoring.reselection.heads or not scoring.reselection_rank:
         return scoring
     able = isinstance(target, CompactModel) and tokenizer is not None and getattr(target, "own_sets", True)
-    return scoring if able else replace(scoring, reselection=Tap({}), reselection_rank=0, reselection_by_kv_head=False)
+    return scoring if able else without_own_sets(scoring)
 
 
 def with_fidelity(options: EngineOptions, scoring: Scoring, target: Model) -> Scoring:
@@ -101,10 +110,8 @@ def with_fidelity(options: EngineOptions, scoring: Scoring, target: Model) -> Sc
         raise UsageError("fidelity is 'high', but this backend keeps no compact keys: leave --fidelity out, or use --backend torch")
     # The set chosen before the forward is the draft's alone: it is served as well by its own scores (bench own_sets, acceptance).
     by_draft = options.drafter == "draft" and scoring.draft.heads and options.selector in ("dustin", "lookahead", "specattn")
-    return replace(
-        scoring, target=Tap({}) if by_draft else scoring.target, reselection=all_heads(spec, full_layers(spec)),
-        reselection_by_kv_head=spec.num_kv_heads > 1, reselection_rank=largest_rank(spec), reselection_reuse=False,
-    )  # fmt: skip
+    scoring = replace(scoring, target=Tap({})) if by_draft else scoring
+    return with_own_sets(scoring, spec, full_layers(spec), largest_rank(spec))
 
 
 def prepare(selector: Selector, target: Model, tokenizer: Tokenizer | None) -> None:

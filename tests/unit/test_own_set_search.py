@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from dustin.calibrate_command import calibrate
 from dustin.interfaces import ModelSpec
-from dustin.own_set_search import by_importance, candidates, choosing, held, kv_heads_of
-from dustin.scoring import heuristic
+from dustin.own_set_search import by_importance, candidates, choosing, held
+from dustin.scoring import heuristic, kv_heads_of
 from tests.tiny_model import write
 
 SPEC = ModelSpec("m", "a", 8, 8, 2, 64, 100, 4096, "bfloat16", "f", bytes_per_kv_token=8 * 2 * 2 * 64 * 2)
