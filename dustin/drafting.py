@@ -166,8 +166,7 @@ class ModelDrafter(NoDrafter):
             before = cache.lengths
             out = self._draft.forward(fed, counts, cache, token_set=token_set, tap=self._last_row_tap, logits="last")
             if token_set is None:
-                known = zip(self.dense_rows, before, cache.lengths, strict=True)
-                self.dense_rows = [now if dense == then else dense for dense, then, now in known]
+                self._read_densely(before, cache.lengths)
             token, distribution = next_token(backend, out.logits, state, step, drafted)
             if doubt.stops(out.logits, distribution, step, drafted):
                 break
@@ -198,7 +197,11 @@ class ModelDrafter(NoDrafter):
         # Padding, of the first row alone, gives few widths.
         behind[0] = [*behind[0], *[0] * (_LEAST_READ - len(behind[0]))]
         self._draft.forward(padded_tokens(self._backend, behind), counts, cache, logits="none")
-        known = zip(self.dense_rows, before, cache.lengths, strict=True)
+        self._read_densely(before, cache.lengths)
+
+    def _read_densely(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Rows that were dense up to `before` are so up to `after`."""
+        known = zip(self.dense_rows, before, after, strict=True)
         self.dense_rows = [now if dense == then else dense for dense, then, now in known]
 
     def _propose_at_once(self, state: RoundState, cache: KVCache, fed: Array, counts: list[int]) -> Drafts | None:
@@ -269,8 +272,7 @@ class ModelDrafter(NoDrafter):
             at = [n + (count + step - 1 if step and count else 0) for n, count in zip(before, counts, strict=True)]
             self._count_read(at, state, sparse)
         if not sparse and self.cache is not None:
-            known = zip(self.dense_rows, before, self.cache.lengths, strict=True)
-            self.dense_rows = [now if dense == then else dense for dense, then, now in known]
+            self._read_densely(before, self.cache.lengths)
         return Drafts(made[0], state.num_drafts, None, made[1])
 
     def commit(self, lengths: Sequence[int]) -> None:

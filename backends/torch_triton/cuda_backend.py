@@ -22,6 +22,7 @@ from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_model import MAX_GRAPH_ROWS, CudaModel
 from dustin.backends.torch_triton.cuda_replay import Inputs, Replays
 from dustin.backends.torch_triton.ops import host_values, on_device
+from dustin.backends.torch_triton.reselection import MAX_SELECTED, SCORE_ROWS
 from dustin.interfaces import HostVerdict, Tap, TokenSet, Verdict
 from dustin.triton_kernels import accept
 from dustin.triton_kernels.argmax_rows import argmax_rows
@@ -29,13 +30,9 @@ from dustin.triton_kernels.runtime import power_of_two
 from dustin.triton_kernels.score_heads import HeadGroups, group_heads, score_layers
 from dustin.triton_kernels.select_tokens import select_tokens
 
-# Rows times heads of a kv head that score_layers takes at once.
-SCORE_ROWS = 128
 # Fewer rows than this, but more than one, are padded to it; more to the next power of two: the kernels and graphs of one number of
 # rows then serve several numbers of drafts.
 LEAST_ROWS = 4
-# Larger sets (pools) are chosen by torch's own operations: the kernel sorts what it chooses in registers.
-MAX_SELECTED = 2048
 
 
 def padded_rows(rows: int, heads: int) -> int:

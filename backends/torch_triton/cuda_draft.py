@@ -62,6 +62,12 @@ class _Recorded:
     later: Captured | None = None
     begun: int = 0
 
+    def go_on(self, steps: int) -> None:
+        """Launch so many later steps."""
+        for _ in range(steps):
+            if self.later is not None:
+                self.later()
+
     def collect(self, steps: int) -> tuple[torch.Tensor, Queries]:
         """Drafts and queries of the first `steps` steps. The next replay overwrites them, and callers keep them longer."""
         queries = {layer: q[:, :steps].clone() for layer, q in self.static.queries.items()}
@@ -83,9 +89,7 @@ class BegunSteps:
         if recorded.begun != self.number or steps > room or (steps > self.steps and recorded.later is None):
             return None
         counts = self.cache.check_room([n + steps - 1 if n else 0 for n in num_tokens])
-        for _ in range(self.steps, steps):
-            if recorded.later is not None:
-                recorded.later()
+        recorded.go_on(steps - self.steps)
         self.cache.advance(counts)
         return recorded.collect(steps)
 
@@ -144,9 +148,7 @@ class DraftChain:
             # Recording it ran it once.
             begin()
             recorded.first()
-        for _ in range(steps - 1):
-            if recorded.later is not None:
-                recorded.later()
+        recorded.go_on(steps - 1)
         return *recorded.collect(steps), memory
 
     def ahead(
@@ -177,9 +179,7 @@ class DraftChain:
         feed_verdict(verdict.num_accepted, verdict.tokens, static.control, static.tokens, steps)
         recorded.begun += 1
         recorded.first()
-        for _ in range(steps - 1):
-            if recorded.later is not None:
-                recorded.later()
+        recorded.go_on(steps - 1)
         return BegunSteps(recorded, cache, steps, recorded.begun)
 
     @staticmethod
