@@ -20,7 +20,7 @@ class Outlook:
         self._drafter, self._drafts, self._blocks, self._budgets = drafter, drafts, blocks, budgets
         self._dense = {n: Plan("dense", n) for n in drafts}
         # Blocks hardly tell neighbouring numbers of drafts apart, and each to be thought through takes time.
-        block_drafts = [0, *(n for n in drafts if n in _BLOCK_DRAFTS or n == drafts[-1])]
+        block_drafts = [0, *(n for n in drafts if len(drafts) < len(_BLOCK_DRAFTS) or n in _BLOCK_DRAFTS or n == drafts[-1])]
         self._exact = {
             budget: {(n, block): Plan("exact", n, block, budget) for n in block_drafts for block in blocks if block > n}
             for budget in budgets

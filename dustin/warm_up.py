@@ -41,7 +41,8 @@ def plans_of(options: EngineOptions, drafter: str, greedy: bool) -> list[EngineO
     if drafter == "none" or not (greedy or drafter == "draft"):
         return [plain]
     # What is drawn from a seed is never planned: it drafts as many as there may be.
-    return [plain, *(replace(options, mode="dense", num_draft_tokens=n) for n in (drafts if greedy else drafts[-1:]))]
+    numbers = drafts if greedy else [options.num_draft_tokens]
+    return [plain, *(replace(options, mode="dense", num_draft_tokens=n) for n in numbers)]
 
 
 def warm_up(

@@ -183,7 +183,7 @@ def test_what_happens_where_it_fails(error: Exception, monkeypatch: pytest.Monke
 def test_what_auto_may_ask_for() -> None:
     options = EngineOptions(mode="auto", num_draft_tokens=8)
     asked = [[(o.mode, o.num_draft_tokens) for o in plans_of(options, "draft", greedy)] for greedy in (True, False)]
-    assert asked == [[("ar", 8), ("dense", 2), ("dense", 4), ("dense", 6), ("dense", 8)], [("ar", 8), ("dense", 8)]]
+    assert asked == [[("ar", 8), ("dense", 2), ("dense", 4), ("dense", 7)], [("ar", 8), ("dense", 8)]]
     assert [o.mode for o in plans_of(options, "lookup", False)] == ["ar"]
     assert [o.mode for o in plans_of(EngineOptions(mode="sparse"), "draft", True)] == ["ar", "sparse"]
     assert plans_of(EngineOptions(mode="ar"), "none", True) == [EngineOptions(mode="ar")]

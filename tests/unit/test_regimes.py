@@ -46,7 +46,11 @@ def test_the_few_numbers_of_drafts_that_a_gpu_records_lose_little(name: str) -> 
         found = regimes.best_settings(assumed, cell["parts_ms"], cell["budget"], cell["batch"])
         best = max(regimes.speed(found[mode]) for mode in regimes.LOSSLESS if mode in found)
         made = regimes.auto_choice(PAIRS[name], assumed, cell, own=True, recorded=True)
-        assert regimes.speed(made) >= max(0.94 * best, regimes.speed(found["ar"])), made["plan"]
+        assert regimes.speed(made) >= max(0.96 * best, regimes.speed(found["ar"])), made["plan"]
+        if not cell.get("between"):
+            # The grid without this cell: what lies between its neighbours is read off lines.
+            made = regimes.auto_choice(PAIRS[name], assumed, cell, recorded=True)
+            assert regimes.speed(made) >= max(0.9 * best, regimes.speed(found["ar"])), made["plan"]
 
 
 def test_a_planner_that_always_drafts_alike_would_miss() -> None:
