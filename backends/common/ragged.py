@@ -49,7 +49,7 @@ class RaggedLengths:
 
     def encoded_by(self, owner: object) -> tuple[int, ...]:
         """Leading rows of each sequence that nobody has written since `owner` last marked them (0: it never did)."""
-        return self._encoded[1] if self._encoded[0] is owner else (0,) * self.batch
+        return self._encoded[1] if self._encoded[0] == owner else (0,) * self.batch
 
     def mark_encoded(self, owner: object) -> None:
         """`owner` has seen all committed rows."""

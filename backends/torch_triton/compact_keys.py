@@ -70,11 +70,12 @@ class CompactKeys:
         return made[layer]
 
     @torch.inference_mode()
-    def catch_up(self, cache: Any, fresh: int = FRESH_ROWS) -> None:
-        """Encode the committed rows that were written since the last call in every layer. A sequence of which those are no more
-        than `fresh` is left to the forward, which encodes its last ones itself."""
-        known = cache.encoded_by(self)
-        layers = list(self.mean)
+    def catch_up(self, cache: Any, fresh: int = FRESH_ROWS, layers: Sequence[int] | None = None) -> None:
+        """Encode the committed rows that were written since the last call in `layers` (None: in every layer). A sequence of which
+        those are no more than `fresh` is left to the forward, which encodes its last ones itself."""
+        layers = list(self.mean if layers is None else layers)
+        owner = (self, tuple(layers))
+        known = cache.encoded_by(owner)
         for layer in layers:
             self.store(cache, layer)
         behind = [(b, have, n) for b, (have, n) in enumerate(zip(known, cache.lengths, strict=True)) if n - have > fresh]
@@ -89,7 +90,7 @@ class CompactKeys:
             for part in written.split(CHUNK):
                 for layer in layers:
                     self.encode_rows(layer, cache.flat_keys(layer), self.store(cache, layer), part)
-        cache.mark_encoded(self)
+        cache.mark_encoded(owner)
 
     def encode_rows(self, layer: int, keys: torch.Tensor, codes: torch.Tensor, places: torch.Tensor) -> None:
         """Codes of the keys at `places` (any shape) of the flat rows keys [M, Hkv, D] and codes [M, Hkv, rank / 2]."""

@@ -40,11 +40,12 @@ class Rechoice:
 
     @classmethod
     def of(cls, again: Reselection | None, compact: CompactKeys | None, cache: Any) -> Rechoice | None:
-        """The same without mappings; None where there is none. Compact keys of the cache are brought up to date."""
+        """The same without mappings; None where there is none. Compact keys of the cache are brought up to date in those layers."""
         if again is None or not again.heads:
             return None
         if again.rank:
-            needed(compact, again.rank).catch_up(cache)
+            # Of the other layers nobody reads the codes: a check of mode exact writes more rows than a forward encodes itself.
+            needed(compact, again.rank).catch_up(cache, layers=sorted(again.heads))
         layers = tuple(sorted((layer, tuple(heads)) for layer, heads in again.heads.items()))
         windows = (again.num_sink_tokens, again.num_recent_tokens)
         return cls(layers, again.budget, *windows, again.max_rows, compact if again.rank else None, again.by_kv_head, again.reuse)

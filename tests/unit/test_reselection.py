@@ -374,6 +374,28 @@ def test_cuda_codes_follow_the_keys():
 
 
 @interpreted
+def test_cuda_encodes_the_layers_that_choose():
+    """And the others once they do: a set of mode `exact` encodes what a check wrote after every block."""
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+
+    backend, made = CudaBackend(torch.device("cpu")), []
+    for layers in ((0, 1), (1,), (0, 1)):
+        model = torch_model(CudaModel)
+        model.fit_compact_keys(TEXT, 32)
+        cache, every = filled(backend, model), (0, 1, 2, 3)
+        sets = [dataclasses.replace(first_set(backend), reselection=Reselection({layer: every for layer in part}, BUDGET, 2, 4, rank=32))
+                for part in (layers, (0, 1))]  # fmt: skip
+        model.forward(fed(backend), ROWS, cache, token_set=sets[0])
+        assert set(cache.pool.compact[model.compact]) == set(layers)
+        cache.rollback(LENGTHS)
+        made.append(model.forward(fed(backend), ROWS, cache, token_set=sets[1]).logits)
+    for out in made[1:]:
+        for b, count in enumerate(ROWS):
+            torch.testing.assert_close(out[b, :count], made[0][b, :count], atol=1e-5, rtol=1e-5)
+
+
+@interpreted
 def test_large_budgets_are_chosen_by_torch(monkeypatch):
     from dustin.backends.torch_triton import reselection
     from dustin.backends.torch_triton.cuda_backend import CudaBackend
