@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -102,19 +103,27 @@ class Memory:
         return self.draft_keys[layer].view(2, -1, PAGE, DRAFT.kv_heads, DRAFT.dim)[0]
 
 
+@functools.cache
+def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """What graphs are captured on, and what they fork to. Made together: torch hands out 32 streams in turn, so that one made later
+    may be one made before, and a fork from a stream to itself is none."""
+    return torch.cuda.Stream(), torch.cuda.Stream()
+
+
 def time_us(launches: list[Launch], repeats: int = 9) -> float:
     """Median time of a graph replay of all launches, in microseconds."""
     if INTERPRETED:
         for launch in launches:
             launch()
         return math.nan
-    stream = torch.cuda.Stream()
+    stream = streams()[0]
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for launch in launches:
             launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for launch in launches:
             launch()
     times = []
@@ -151,6 +160,8 @@ def together(first: list[Launch], second: list[Launch], side: Any) -> Launch:
                 each()
             return
         here = torch.cuda.current_stream()
+        if side == here:
+            raise RuntimeError(f"expected a stream to fork to, got {side}, the one that launches: its branch would not be one")
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for each in second:
@@ -197,7 +208,7 @@ class Round:
         self.set_target_scoring(None, None)
         self.set_draft_scoring(None, None)
         self.select_scratch = SelectWorkspace(batch, self.columns, case.budget, self.by_draft, device)
-        self.side = None if INTERPRETED else torch.cuda.Stream()
+        self.side = None if INTERPRETED else streams()[1]
         self.sparse_config: AttentionConfig | None = None
         self.dense_config: AttentionConfig | None = None
 
