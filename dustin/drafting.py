@@ -22,12 +22,13 @@ from dustin.interfaces import (
     TokenSet,
     Verdict,
 )  # fmt: skip
-from dustin.prefill import chunk_of, padded_tokens, prefill
+from dustin.prefill import chunk_between, chunk_of, padded_tokens, prefill
 from dustin.stats import Stats
 
 Progress = Callable[[int, int], None]
-# Tokens that a round leaves unseen: the last draft where it was kept, and the target's own. More are read apart, padded to this.
-_USUALLY_UNSEEN, _LEAST_READ = 2, 8
+# Tokens that a round leaves unseen: the last draft where it was kept, and the target's own. More are read apart, in few shapes:
+# up to so many of a row at once, padded to one of few widths; where it is much more, in pieces as prompts are read.
+_USUALLY_UNSEEN, _LEAST_READ, _MOST_READ, _MUCH = 2, 8, 64, 256
 
 
 class NoDrafter:
@@ -147,7 +148,8 @@ class ModelDrafter(NoDrafter):
         self.cold = begun is None and self._foresees is not None
         if begun is not None:
             return begun
-        if self._chain is not None and max(map(len, unseen)) > _USUALLY_UNSEEN and state.warp.greedy:
+        longest = max(map(len, unseen))
+        if longest > _MOST_READ or (self._chain is not None and longest > _USUALLY_UNSEEN and state.warp.greedy):
             self._catch_up([row[:-1] for row in unseen], cache)
             unseen = self._unseen(state, cache)
         fed, counts = backend.tokens(unseen), [len(row) for row in unseen]
@@ -193,11 +195,15 @@ class ModelDrafter(NoDrafter):
 
     def _catch_up(self, behind: list[list[int]], cache: KVCache) -> None:
         """Read, densely, what rounds without a draft have brought: in few shapes, so that the steps after it are the usual ones."""
-        counts, before = [len(row) for row in behind], cache.lengths
-        # Padding, of the first row alone, gives few widths.
-        behind[0] = [*behind[0], *[0] * (_LEAST_READ - len(behind[0]))]
-        self._draft.forward(padded_tokens(self._backend, behind), counts, cache, logits="none")
-        self._read_densely(before, cache.lengths)
+        longest = max(map(len, behind))
+        size = _MOST_READ if longest <= _MUCH else chunk_between(self._options.prefill_chunk, self._backend, 1)
+        for start in range(0, longest, size):
+            parts = [row[start : start + size] for row in behind]
+            counts, before = [len(part) for part in parts], cache.lengths
+            # Padding, of the first row alone, gives few widths.
+            parts[0] = [*parts[0], *[0] * (_LEAST_READ - len(parts[0]))]
+            self._draft.forward(padded_tokens(self._backend, parts), counts, cache, logits="none")
+            self._read_densely(before, cache.lengths)
 
     def _read_densely(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Rows that were dense up to `before` are so up to `after`."""

@@ -264,7 +264,8 @@ class Engine:
 
     def _set_of_draft(self, taking: set[int]) -> TokenSet | None:
         """What a draft model's own attention reads this round: the last set; None for everything."""
-        return self.memory.set
+        lossless = self.chosen.mode if self.warp.greedy else ""
+        return self.memory.for_draft(lossless, self.target_cache.lengths, taking)
 
     def _set_lengths(self, taking: set[int]) -> tuple[int, ...]:
         return tuple(n if b in taking else self.target_cache.capacity for b, n in enumerate(self.memory.set_lengths))

@@ -11,6 +11,9 @@ from dustin.interfaces import Array, Backend, Drafts, SelectionContext, Selector
 from dustin.sequence import Sequence
 
 Queries = Mapping[int, Array]
+# Mode -> tokens that a draft's set may lag and still be worth extending: with a round's drafts, within what the usual shape of a
+# draft step leaves room for. After a check that cut a block the set lags by the recent tokens.
+_FAR_BEHIND = {"dense": 48, "exact": 256}
 
 
 class SetMemory:
@@ -91,6 +94,19 @@ class SetMemory:
             self.set_lengths = tuple(
                 then if now >= then else max(0, now - recent) for then, now in zip(self.set_lengths, lengths, strict=True)
             )
+
+    def for_draft(self, lossless: str, lengths: Seq[int], taking: set[int]) -> TokenSet | None:
+        """The set that a draft reads, None for everything; `lossless` is the mode where the set changes no token, lengths[b] the
+        target's rows.
+
+        Everything, where rounds without a set, or a long prompt that joined, have left one far behind: widening that of all rows
+        costs more, and on a GPU a recording for each length.
+        """
+        most = _FAR_BEHIND.get(lossless)
+        if self.set is None or most is None:
+            return self.set
+        behind = [lengths[b] - self.set_lengths[b] for b in taking]
+        return None if max(behind, default=0) > most else self.set
 
     def _keep(self, chosen: TokenSet | None, lengths: tuple[int, ...], taking: set[int]) -> None:
         """For the draft's next round; rows that took no part keep their older set."""

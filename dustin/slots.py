@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from dustin.config import EngineOptions, RequestOptions
 from dustin.engine import Engine
 from dustin.errors import UsageError
-from dustin.interfaces import Drafter, Drafts, KVCache, Tap, TokenLogprobs, TokenSet
+from dustin.interfaces import Drafter, Drafts, KVCache, Tap, TokenLogprobs
 from dustin.planning import AutoPlanner
 from dustin.prefill import padded_tokens
 from dustin.sequence import Event, Sequence, warp_batch
@@ -22,8 +22,6 @@ _COMPARED = 1024
 _HOT = 1e9
 # Prompt tokens scored at once: their logits are whole vocabularies.
 _SCORED = 64
-# A draft's set that lags so many tokens is not worth extending.
-_FAR_BEHIND = 256
 # Rows worth copying from another slot rather than reading them again.
 _WORTH_COPYING = 32
 
@@ -276,15 +274,6 @@ class SlotEngine(Engine):
         else:
             self.planner = None
             self.options = replace(auto, mode="dense" if self.drafter.name == "draft" else "ar")
-
-    def _set_of_draft(self, taking: set[int]) -> TokenSet | None:
-        """Everything, in the round after a long prompt joined: its row has no set yet, and widening that of all rows to a whole
-        prompt costs more, on a GPU a recording for each length. Only where it changes no token of the others.
-        """
-        lengths = zip(self.target_cache.lengths, self.memory.set_lengths, strict=False)
-        behind = [n - then for b, (n, then) in enumerate(lengths) if b in taking]
-        lossless = self.chosen.mode in ("dense", "exact") and self.warp.greedy
-        return None if lossless and max(behind, default=0) > _FAR_BEHIND else self.memory.set
 
     def _after(self, events: list[Event]) -> None:
         if any(event.finish_reason for event in events):

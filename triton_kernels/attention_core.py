@@ -228,7 +228,8 @@ def merge_partials(
     return tl.where(valid[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
 
 
-@triton.jit
+# Any number of rows, and both lengths of a window, run on one kernel: none of them may compile another within a request.
+@triton.jit(do_not_specialize=["T", "window"])
 def merge_kernel(
     out, part_o, part_ml, lengths, num_tokens, slot_counts, T, window, num_heads,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -174,3 +174,30 @@ def test_rounds_are_timed_without_what_was_recorded_in_them() -> None:
         run(engine, PROMPTS, RequestOptions(max_tokens=20))
     assert told and all(0 < seconds < 500 and recording >= 1000 for seconds, recording, _ in told)
     assert all(0 < seconds < 500 for *_, looks in told for seconds in looks)
+
+
+def test_a_set_far_behind_is_not_widened_for_the_draft_of_a_lossless_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After plain rounds a draft reads everything, once: a set widened by all that came since would be a shape of its own."""
+    monkeypatch.setattr("dustin.set_memory._FAR_BEHIND", {"dense": 8})
+    monkeypatch.setattr("dustin.engine._SPARSE_DRAFT_SHARE", 0.0)
+
+    class Planner(AutoPlanner):
+        def choose(self, lengths: Sequence[int], idle: int = 0) -> Plan:
+            self.rounds = getattr(self, "rounds", 0) + 1
+            # Two dense rounds, which choose a set, then plain ones, then dense ones again.
+            self._plan = Plan("ar") if 2 < self.rounds < 15 else Plan("dense", 3)
+            return self._plan
+
+    engine = make_engine(OPTIONS, "draft")
+    engine.planner = planner = Planner(target().spec, "draft", OPTIONS.budget, OPTIONS.num_draft_tokens, OPTIONS.exact_block)
+    seen: list[tuple[int, bool]] = []
+    propose = engine.drafter.propose
+
+    def noted(state: object) -> object:
+        seen.append((planner.rounds, state.draft_set is None))  # type: ignore[attr-defined]
+        return propose(state)  # type: ignore[arg-type]
+
+    engine.drafter.propose = noted  # type: ignore[method-assign,assignment]
+    rows, _ = run(engine, PROMPTS[:1], RequestOptions(max_tokens=60))
+    assert tuple(rows[0].generated) == greedy(PROMPTS[0], 60)
+    assert seen[:4] == [(1, True), (2, False), (15, True), (16, False)]

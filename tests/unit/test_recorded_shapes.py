@@ -12,7 +12,7 @@ from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.cuda_graphs import few_sizes, table_columns
 from dustin.backends.torch_triton.cuda_random import qwen2_config, random_weights
 from dustin.backends.torch_triton.model import TorchModel
-from dustin.config import EngineOptions, RequestOptions
+from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.generation import Session
 from dustin.interfaces import TokenSet
 
@@ -106,6 +106,35 @@ def test_a_draft_that_fell_behind_catches_up_in_few_shapes():
         assert model.steps == [DRAFTS] and model.rows in ([], [16], [64])
         assert list(drafter.cache.lengths) == drafter.dense_rows == [62, 43]
     assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize(("missed", "read"), [(20, [32]), (150, [64, 64, 32]), (300, [256, 64])])
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_what_a_draft_missed_is_read_in_pieces_of_few_widths(missed, read, heat):
+    from dustin.drafting import ModelDrafter
+    from dustin.interfaces import RoundState, Tap
+    from dustin.sequence import warp_batch
+    from dustin.stats import Stats
+
+    config = qwen2_config(64, 96, 1, 4, 2, VOCABULARY, context_length=512)
+    weights = random_weights(config, torch.float32, torch.device("cpu"), 1)
+    text = torch.randint(0, VOCABULARY, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+    warp = warp_batch([RequestOptions(sampling=SamplingOptions(temperature=heat, seed=1)).sampling])
+    made = []
+    for known in (398, 399 - missed):
+        model = Chain(config, weights, "draft")
+        drafter = ModelDrafter(Recording(torch.device("cpu")), model, Tap({0: (0,)}), EngineOptions(num_draft_tokens=3), Stats())
+        drafter.start([text[: known + 1]], 512, None)
+        model.rows.clear()
+        state = RoundState(
+            [text], (True,), (3,), 3, warp, [[0.4] * 3], None, model.new_cache(1, 1), None, (), lambda: None, planned=3,
+        )  # fmt: skip
+        made.append(drafter.propose(state).tokens.tolist())
+        # Where something is drawn, steps are taken one by one: a few missed tokens are fed with the first.
+        expected = read if missed > 64 or not heat else [missed + 1]
+        assert [n for n in model.rows if n > 2] == (expected if known < 398 else [])
+        assert drafter.dense_rows == list(drafter.cache.lengths)
+    assert made[0] == made[1]
 
 
 def test_a_full_context_has_no_room_for_spare_steps():

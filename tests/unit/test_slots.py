@@ -212,7 +212,7 @@ def test_a_released_slot_leaves_no_trace() -> None:
 
 
 def test_a_draft_reads_everything_in_the_round_after_a_long_prompt_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dustin.slots._FAR_BEHIND", 15)
+    monkeypatch.setattr("dustin.set_memory._FAR_BEHIND", {"exact": 15})
     seen: list[bool] = []
     engine = opened(options("exact"), "draft", 2)
     propose = engine.drafter.propose
