@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dustin.backends.torch_triton import loading, ops, sampling, set_ops
@@ -49,16 +50,25 @@ class TorchBackend:
     def tokens(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """[B, T] int64, short rows padded with 0."""
         width = max((len(row) for row in rows), default=0)
-        padded = [list(row) + [0] * (width - len(row)) for row in rows]
-        return ops.on_device(padded, torch.long, self._device).view(len(rows), width)
+        host = np.zeros((len(rows), width), np.int64)
+        # One prompt beside many empty rows: lists of zeros for those would take milliseconds.
+        for into, row in zip(host, rows, strict=True):
+            into[: len(row)] = row
+        return ops.sent(torch.from_numpy(host), self._device)
 
     def concat_tokens(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join [B, T_i] along T."""
         return torch.cat(list(parts), 1)
 
-    def host_tokens(self, tokens: torch.Tensor) -> list[list[int]]:
-        """Values of [B, T], waited for."""
-        return tokens.tolist()
+    def insert_tokens(
+        self, tokens: torch.Tensor, starts: Sequence[int], parts: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """See Backend.insert_tokens; waits for nothing."""
+        check_inserted(tokens.shape, starts, parts.shape, counts)
+        control = on_device([list(starts), list(counts)], torch.long, self._device)
+        at = torch.arange(tokens.shape[1], device=self._device) - control[0][:, None]
+        inside = (at >= 0) & (at < control[1][:, None])
+        return torch.where(inside, parts.gather(1, at.clamp_(0, parts.shape[1] - 1)), tokens)
 
     @torch.inference_mode()
     def read(self, verdict: Verdict, logits: torch.Tensor | None = None, top_logprobs: int | None = None) -> HostVerdict:

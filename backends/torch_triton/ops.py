@@ -90,13 +90,21 @@ def host_values(values: Sequence[Any], dtype: torch.dtype, device: torch.device)
     On a GPU that takes pinned memory: copies from other memory may wait for the stream. torch gives a pinned block to nobody
     else before the copies from it have ended, so the tensor may be dropped at once.
     """
-    host = torch.tensor(values, dtype=dtype)
+    return _pinned(torch.tensor(values, dtype=dtype), device)
+
+
+def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory() if device.type == "cuda" and host.numel() else host
 
 
 def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host values on a device, without waiting for what runs there: torch.tensor(device=...) waits for all of it."""
-    return host_values(values, dtype, device).to(device, non_blocking=True)
+    return sent(torch.tensor(values, dtype=dtype), device)
+
+
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on a device, likewise."""
+    return _pinned(host, device).to(device, non_blocking=True)
 
 
 def select(
