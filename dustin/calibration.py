@@ -14,43 +14,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dustin import own_layers, own_set_search
+from dustin.calibration_options import STEP, CalibrationOptions, check, starts, too_few_bytes
 from dustin.calibration_texts import documents, reference_text
 from dustin.config import EngineOptions
-from dustin.errors import UsageError
-from dustin.interfaces import CompactModel, Measures, Model, Tap
+from dustin.interfaces import Measures, Model, Tap
 from dustin.profile_file import Profile, identity, scoring_of
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Measured, Reading, Replay
 from dustin.retrieval_heads import best_heads, needle_prompts, rank_heads, ranked_layers
-from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic, kv_heads_of
+from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, kv_heads_of
 from dustin.selection import prepare, usable
 from dustin.selectors.quota import QuotaSelector
 from dustin.text import Tokenizer
 
 # A change is kept when it lowers the KL by this share: less is noise.
 WORTHWHILE = 0.02
-# Budgets at equal bytes go in these steps, so that a backend that keeps a graph a shape finds it again.
-STEP = 64
 MAX_DENSE_LAYERS = 3
 # Layers that are best alone, which may help beside others.
 PROMISING = 9
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """`context` and `tokens` are tokens a document; a round of any candidate may read the bytes of `allowance` tokens' keys and
-    values, scoring and dense layers included; `seconds` bounds the search. With `own_sets` the profile is one of sets that layers
-    choose themselves."""
-
-    context: int = 16384
-    documents: int = 12
-    tokens: int = 192
-    allowance: int = 1536
-    num_draft_tokens: int = 5
-    seconds: float = 240.0
-    seed: int = 0
-    prefill_chunk: int = 512
-    own_sets: bool = False
 
 
 @dataclass
@@ -170,15 +151,11 @@ class Calibrator:
 
     def _start(self) -> Trial:
         """The heuristic, scoring within a pool where it would not fit the bytes otherwise."""
-        base = heuristic(self.target.spec, self.draft.spec if self.draft else None)
-        for refresh in (1, 4, 8, 16):
-            made = self.trial(replace(base, refresh=refresh, pool=min(base.pool, self.context // 4)))
+        for scoring in starts(self.target.spec, self.draft.spec if self.draft else None, self.context):
+            made = self.trial(scoring)
             if made is not None:
                 return made
-        raise UsageError(
-            f"the bytes of {self.options.allowance} tokens leave nothing to read at context {self.context}: allow more, or "
-            "calibrate at a shorter context"
-        )
+        raise too_few_bytes(self.options, self.context)
 
     def _pools(self, best: Trial) -> Trial:
         """Score everything only now and then, a pool in between."""
@@ -233,7 +210,7 @@ class Calibrator:
 
     def _dense_layers(self, best: Trial) -> Trial:
         """One to MAX_DENSE_LAYERS layers that read everything, where that is worth its bytes."""
-        layers = full_layers(self.target.spec)
+        layers = [layer for layer in full_layers(self.target.spec) if layer not in best.scoring.reselection.heads]
         for number in range(MAX_DENSE_LAYERS):
             have = best.scoring.dense_layers
             wider = [replace(best.scoring, dense_layers=tuple(sorted((*have, layer)))) for layer in layers if layer not in have]
@@ -271,11 +248,7 @@ def calibrate(
 ) -> Profile:
     """The profile of a pair, measured here. Raise UsageError where the context does not fit the models."""
     began = time.perf_counter()
-    if lacking := [name for name in ("compare_logits", "set_mass", "narrow_queries") if not hasattr(backend, name)]:
-        raise UsageError(f"backend {backend.name!r} cannot calibrate, it lacks {', '.join(lacking)}: use --backend torch")
-    longest = min([target.spec.context_length, *([draft.spec.context_length] if draft else [])])
-    if options.context + options.tokens + 8 > longest:
-        raise UsageError(f"context is {options.context} tokens and {options.tokens} more, expected at most {longest} in all")
+    check(options, backend, target, draft)
     prepared = getattr(backend, "plain_selection", None)
     # Engines of a backend that can do without plain selection score all tokens every round.
     pools = prepared is None
@@ -302,8 +275,6 @@ def _calibrate(
     def say(line: str) -> None:
         tell(f"[{time.perf_counter() - began:5.1f} s] {line}")
 
-    if options.own_sets and not isinstance(target, CompactModel):
-        raise UsageError(f"backend {backend.name!r} keeps no compact keys, which --own-sets calibrates: use --backend torch")
     rankings, answered = _retrieval(backend, target, draft, tokenizer, options, say)
     replay = record(backend, target, draft, tokenizer, options, say)
     ready = time.perf_counter()

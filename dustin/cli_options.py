@@ -22,6 +22,10 @@ CONTEXT: dict[str, Any] = {"auto_envvar_prefix": "DUSTIN", "help_option_names": 
 FILE = click.Path(allow_dash=True)
 
 
+# No model has so many layers: a range that goes further is a slip, and would fill the memory.
+_MOST_LAYERS = 9999
+
+
 class LayerList(click.ParamType):
     """Layer numbers and ranges of them with commas between, or `none`."""
 
@@ -39,10 +43,10 @@ class LayerList(click.ParamType):
     @staticmethod
     def _layers(part: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
-        made = list(range(int(first), (int(last) if dash else int(first)) + 1))
-        if not made:
+        made = range(int(first), (int(last) if dash else int(first)) + 1)
+        if not made or made[-1] > _MOST_LAYERS:
             raise ValueError(part)
-        return made
+        return list(made)
 
 
 # Field -> (flags, help, extra settings); the type and the default are the field's.
@@ -106,8 +110,8 @@ LOADING = {
     "model": (("--model", "-m"), "A hub id, a folder, a .gguf file or a known name (`dustin models`).", DEFAULT),
     "draft_model": (("--draft-model",), "A small model of the same tokenizer that drafts.", None),
     "backend": (("--backend",), "auto, torch, mlx or numpy.", "auto"),
-    "device": (("--device",), "auto, cpu, cuda, metal, ...", "auto"),
-    "dtype": (("--dtype",), "auto, float32, bfloat16, ...", "auto"),
+    "device": (("--device",), "auto, cpu, cuda or metal.", "auto"),
+    "dtype": (("--dtype",), "auto, float32, bfloat16 or float16.", "auto"),
 }
 
 
@@ -226,6 +230,9 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
     elif mode == "dense" and drafter == "lookup":
         why = f"has no effect with --mode {mode} and this drafter, which never reads sparsely"
         rules += [(name, True, why) for name in (*_SPARSE, "sparse_draft", "lookahead_lag")]
+    elif mode == "dense" and values["draft_model"]:
+        why = "has no effect with --mode dense and a draft model: the target reads everything"
+        rules += [(name, True, why) for name in _LAYERS]
     if mode == "exact" and drafter == "self":
         raise UsageError("--drafter self has no use with --mode exact, whose sparse target proposes by itself: --drafter none")
     by_itself = drafter == "self" or (drafter == "auto" and not values["draft_model"])
@@ -234,7 +241,13 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
         rules.append(("num_draft_tokens", True, "has no effect: nothing drafts here"))
     if values["selector"] not in ("dustin", "history", "lookahead", "specattn"):
         why = f"has no effect with --select {values['selector']}, whose sets are its own"
-        rules += [(name, True, why) for name in ("fidelity", "reselection_layers", *_RESELECTION)]
+        rules += [(name, True, why) for name in (*_LAYERS, "top_mass", "lookahead_lag")]
+        # H2O's heavy hitters are those of the scoring heads.
+        rules.append(("profile", values["selector"] != "h2o", why))
+    if values["selector"] == "dense":
+        rules += [(name, True, "has no effect with --select dense, which reads everything") for name in _SIZES]
+    if values["fidelity"] == "high":
+        rules.append(("top_mass", True, "has no effect with --fidelity high: sets that layers choose themselves are not cut"))
     if values["reselection_layers"] is not None:
         rules.append(("fidelity", True, "has no effect with --reselection-layers, which says what layers choose"))
     if values["reselection_layers"] == ():
@@ -254,8 +267,8 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
 
 _NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}
 _RESELECTION = ("reselection_rank", "reselection_by_kv_head", "reselection_reuse")
-_SPARSE = (
-    "selector", "budget", "num_sink_tokens", "num_recent_tokens", "lookahead_share", "profile", "dense_layers",
-    "reselection_layers", *_RESELECTION, "fidelity", "top_mass",
-)  # fmt: skip
+# What single layers of the target do.
+_LAYERS = ("dense_layers", "reselection_layers", *_RESELECTION, "fidelity")
+_SIZES = ("budget", "num_sink_tokens", "num_recent_tokens")
+_SPARSE = ("selector", *_SIZES, "lookahead_share", "profile", *_LAYERS, "top_mass")
 _SPECULATIVE = (*_SPARSE, "drafter", "num_draft_tokens", "sparse_draft", "lookahead_lag")

@@ -158,6 +158,12 @@ class EngineOptions:
         for name in ("dense_layers", "reselection_layers"):
             layers = getattr(self, name) or ()
             require(name, layers, all(layer >= 0 for layer in layers), "layers from 0 on")
+        both = set(self.dense_layers or ()) & set(self.reselection_layers or ())
+        if both:
+            raise UsageError(
+                f"layer {min(both)} is named by dense_layers and by reselection_layers, but reads either everything or a set of "
+                "its own: name it in one of them"
+            )
         require("reselection_rank", self.reselection_rank, self.reselection_rank in (None, 0, 32, 64), "0 (whole keys), 32 or 64")
         require("fidelity", self.fidelity, self.fidelity in FIDELITIES, "one of " + ", ".join(FIDELITIES))
         require("top_mass", self.top_mass, self.top_mass is None or 0 < self.top_mass <= 1, "above 0, up to 1")

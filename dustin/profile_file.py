@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,22 @@ from dustin.scoring import Scoring, heuristic
 
 VERSION = 1
 SHIPPED = Path(__file__).resolve().parent / "profiles"
-_NUMBERS = {
-    "lookahead_share": float, "history_rows": int, "history_decay": float, "lookahead_decay": float, "smoothing": int,
-    "refresh": int, "pool": int, "reselection_rank": int, "reselection_by_kv_head": bool,
-    "reselection_reuse": bool, "reselection_rows": int,
-}  # fmt: skip
+# Field of Scoring -> its type, which values it takes, and those in words.
+_COUNT = (int, lambda n: n >= 1, "1 or more")
+_NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "lookahead_share": (float, lambda m: 0 <= m <= 1, "0 to 1"),
+    "history_rows": _COUNT,
+    "history_decay": (float, lambda decay: 0 <= decay <= 1, "0 to 1"),
+    "lookahead_decay": (float, lambda decay: 0 <= decay <= 1, "0 to 1"),
+    "smoothing": (int, lambda width: width >= 1 and width % 2 == 1, "an odd number of tokens"),
+    "refresh": _COUNT,
+    "pool": _COUNT,
+    "reselection_rank": (int, lambda rank: rank >= 0 and rank % 2 == 0, "an even number, 0 for whole keys"),
+    "reselection_by_kv_head": (bool, lambda _: True, "true or false"),
+    "reselection_reuse": (bool, lambda _: True, "true or false"),
+    "reselection_rows": _COUNT,
+}
+_LAYERS = ("target_heads", "draft_heads", "dense_layers", "reselection_heads")
 
 
 @dataclass(frozen=True)
@@ -84,18 +95,57 @@ def from_json(content: Any, where: str) -> Profile:
         raise UsageError(f"{where} is no profile of version {VERSION} (found {found!r}): make it anew with `dustin calibrate`")
     try:
         given = content["scoring"]
+        if strange := sorted(set(given) - {*_NUMBERS, *_LAYERS}):
+            raise ValueError(f"scoring has {strange[0]!r}, which nothing reads")
         # Profiles of before have no reselection.
-        named = [given["target_heads"], given["draft_heads"], given.get("reselection_heads", {})]
-        taps = [Tap({int(layer): tuple(int(head) for head in heads) for layer, heads in part.items()}) for part in named]
-        numbers = {name: kind(given[name]) for name, kind in _NUMBERS.items() if name in given}
-        dense = tuple(int(layer) for layer in given.get("dense_layers", ()))
+        named = {"target_heads": given["target_heads"], "draft_heads": given["draft_heads"]}
+        named["reselection_heads"] = given.get("reselection_heads", {})
+        taps = [_tap(name, part) for name, part in named.items()]
+        numbers = {name: _number(name, given[name]) for name in _NUMBERS if name in given}
+        dense = _whole_numbers("dense_layers", given.get("dense_layers", []))
         source = f"profile {content['name']}"
         scoring = Scoring(taps[0], taps[1], dense_layers=dense, reselection=taps[2], source=source, **numbers)
-        keys = (tuple(content["target_fingerprints"]), tuple(content["draft_fingerprints"]))
+        keys = [_texts(name, content[name]) for name in ("target_fingerprints", "draft_fingerprints")]
         rest = [content.get(name, {}) for name in ("models", "retrieval_heads", "record")]
-        return Profile(content["name"], *keys, scoring, *rest)
+        if not all(isinstance(part, dict) for part in rest) or not all(isinstance(shape, list) for shape in rest[0].values()):
+            raise ValueError("models, retrieval_heads and record are no objects")
+        return Profile(_texts("name", [content["name"]])[0], keys[0], keys[1], scoring, *rest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{where} is a damaged profile ({error!r}): make it anew with `dustin calibrate`") from error
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise UsageError(f"{where} is a damaged profile ({what}): make it anew with `dustin calibrate`") from error
+
+
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"{name} is {given!r}, expected a list of texts")
+    return tuple(given)
+
+
+def _tap(name: str, part: Mapping[str, Any]) -> Tap:
+    """Layer -> heads. Raise ValueError for a layer without heads, or what is no number of one."""
+    layers = _whole_numbers(name, [int(layer) for layer in part])
+    heads = [_whole_numbers(f"{name} of layer {layer}", given) for layer, given in part.items()]
+    if empty := [layer for layer, some in zip(layers, heads, strict=True) if not some]:
+        raise ValueError(f"{name} has layer {empty[0]} without heads")
+    return Tap(dict(zip(layers, heads, strict=True)))
+
+
+def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:
+    """Layers or heads. Raise ValueError for anything but different whole numbers from 0 on."""
+    fine = isinstance(given, list) and all(type(n) is int and n >= 0 for n in given)
+    if not fine or len(set(given)) < len(given):
+        raise ValueError(f"{name} is {given!r}, expected different whole numbers from 0 on")
+    return tuple(given)
+
+
+def _number(name: str, given: Any) -> Any:
+    """A field's value. Raise ValueError for one that it does not take."""
+    kind, fits, expected = _NUMBERS[name]
+    # True is 1 to Python, and 1 is as good as 1.0.
+    same = type(given) is kind or (kind is float and type(given) is int)
+    if not same or not fits(given):
+        raise ValueError(f"{name} is {given!r}, expected {expected}")
+    return kind(given)
 
 
 def read(path: Path) -> Profile:
@@ -138,7 +188,7 @@ def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | Non
     if options.profile == "none":
         return heuristic(target, draft)
     if options.profile != "auto":
-        scoring = read(user_path(options.profile)).scoring
+        scoring = _for_these(read(user_path(options.profile)), target, draft)
     else:
         high = options.fidelity == "high"
         profiles = [profile for profile in known() if high or not profile.scoring.of_own_sets]
@@ -154,8 +204,32 @@ def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | Non
         if spec is not None:
             _check(options.profile, kind, tap, spec)
     _check(options.profile, "reselection of the target", scoring.reselection, target)
+    group = target.num_heads // target.num_kv_heads
+    for layer, heads in scoring.reselection.heads.items() if scoring.reselection_by_kv_head else ():
+        if lacking := sorted(set(range(target.num_kv_heads)) - {head // group for head in heads}):
+            raise UsageError(
+                f"profile {options.profile!r} lets the kv heads of layer {layer} choose, but names none of the query heads of kv "
+                f"head {lacking[0]}: make it anew with `dustin calibrate`"
+            )
     _check(options.profile, "dense layers of the target", Tap(dict.fromkeys(scoring.dense_layers, ())), target)
     return scoring if draft is not None else replace(scoring, draft=Tap({}))
+
+
+def _for_these(profile: Profile, target: ModelSpec, draft: ModelSpec | None) -> Scoring:
+    """The scoring of a profile that was named, whatever it was made for: `source` says where these are other models. Raise
+    UsageError where they have other shapes."""
+    if profile.fits(target, draft):
+        return profile.scoring
+    for kind, spec in (("target", target), ("draft", draft)):
+        made_for = profile.models.get(kind)
+        if spec is not None and made_for and made_for[1:] != identity(spec)[1:]:
+            name, *shape = made_for
+            raise UsageError(
+                f"profile {profile.name!r} was made for {kind} {name} with {shape} layers, heads, kv heads and head dimension, but "
+                f"{spec.name} has {identity(spec)[1:]}: make one with `dustin calibrate`, or leave --profile out"
+            )
+    how = "by name" if profile.fits_by_name(target, draft) else "of other models"
+    return replace(profile.scoring, source=f"{profile.scoring.source} ({how})")
 
 
 def _check(where: str, kind: str, tap: Tap, spec: ModelSpec) -> None:

@@ -60,6 +60,8 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
                 raise UsageError(f"{field} names layer {layer}, expected 0 to {spec.num_layers - 1}: {spec.name} has no more")
             if spec is not None and field == "reselection_layers" and layer in spec.sliding_layers:
                 raise UsageError(f"reselection_layers names layer {layer}, which has a sliding window: it reads no set")
+    if options.dense_layers is not None:
+        scoring = replace(scoring, dense_layers=tuple(sorted(set(options.dense_layers))))
     if options.reselection_layers is not None:
         heads = tuple(range(spec.num_heads)) if spec is not None else ()
         scoring = replace(scoring, reselection=Tap(dict.fromkeys(sorted(options.reselection_layers), heads)))
@@ -69,6 +71,10 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
         scoring = replace(scoring, reselection_by_kv_head=options.reselection_by_kv_head)
     if options.reselection_reuse is not None:
         scoring = replace(scoring, reselection_reuse=options.reselection_reuse)
+    # A layer that reads everything chooses nothing.
+    choosing = {layer: heads for layer, heads in scoring.reselection.heads.items() if layer not in scoring.dense_layers}
+    scoring = replace(scoring, reselection=Tap(choosing))
+    _check_use(options, scoring)
     if name in ADDED_SELECTORS:
         return ADDED_SELECTORS[name](name, options, scoring)
     if name in _EVERY_LAYER:
@@ -76,6 +82,18 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
             raise UsageError(f"selector {name!r} looks at every layer: create_selector needs the target's spec")
         return _EVERY_LAYER[name](name, options, scoring, full_layers(spec), spec.num_heads)
     return _SCORING_LAYERS.get(name, QuotaSelector)(name, options, scoring)
+
+
+def _check_use(options: EngineOptions, scoring: Scoring) -> None:
+    """Raise UsageError for options of sets that no layer chooses."""
+    if options.mode in ("ar", "dense") or scoring.reselection.heads:
+        return
+    for name in ("reselection_rank", "reselection_by_kv_head", "reselection_reuse"):
+        if getattr(options, name):
+            raise UsageError(
+                f"{name} is {getattr(options, name)}, but no layer chooses a set of its own: name some in reselection_layers, or "
+                "use fidelity high"
+            )
 
 
 def largest_rank(spec: ModelSpec) -> int:

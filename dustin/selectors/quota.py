@@ -27,7 +27,7 @@ class QuotaSelector(BaseSelector):
         self.needs_history = self._share != 1.0
         self.needs_lookahead = self._share != 0.0
         self.history_rows = scoring.history_rows
-        self._dense = scoring.dense_layers if options.dense_layers is None else options.dense_layers
+        self._dense = scoring.dense_layers
         self._rounds = 0
         self._pool: TokenSet | None = None
         self._pool_lengths: tuple[int, ...] = ()

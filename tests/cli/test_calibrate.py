@@ -36,6 +36,21 @@ def test_a_context_that_does_not_fit_is_named(model: Path, environment: dict[str
     fails(dustin(environment, "calibrate", "-m", model, "--allowance", 3), 2, "Invalid value for '--allowance'")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--allowance", 192], "the bytes of 192 tokens leave nothing to read at context 300: raise --allowance"),
+        (["--own-sets"], "a key of tiny has 8 numbers, expected 32 or more for the compact keys"),
+    ],
+)
+def test_what_cannot_be_searched_is_said_before_prompts_are_read(
+    model: Path, environment: dict[str, str], options: list[object], said: str
+) -> None:
+    done = dustin(environment, "calibrate", "-m", model, "--draft-model", model, "--backend", "torch", *QUICK, *options)
+    fails(done, 2, said)
+    assert "needles" not in done.stderr
+
+
 @pytest.mark.parametrize("kind", ["no folder", "folder", "cache"])
 def test_a_profile_that_cannot_be_written_is_said_before_the_search(
     model: Path, environment: dict[str, str], tmp_path: Path, kind: str

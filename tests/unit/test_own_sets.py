@@ -57,6 +57,27 @@ def test_the_selector_asks_for_it_and_counts_it():
     assert all_heads(spec, [0, 3]) == scoring.reselection
 
 
+def test_a_layer_that_reads_everything_chooses_nothing():
+    spec = ModelSpec("m", "a", 4, 8, 2, 64, 100, 4096, "bfloat16", "f")
+    own = Scoring(Tap({2: (0,)}), Tap({}), reselection=all_heads(spec, [1, 3]), reselection_rank=32)
+    selector = create_selector(EngineOptions(dense_layers=(3, 3)), own, spec)
+    assert list(selector.scoring.reselection.heads) == [1] and selector.scoring.dense_layers == (3,)
+    assert "dense layers 3; chosen anew at layers 1 by compact" in selector.describe(False)
+    with pytest.raises(UsageError, match="layer 3 is named by dense_layers and by reselection_layers"):
+        EngineOptions(dense_layers=(1, 3), reselection_layers=(3,))
+
+
+@pytest.mark.parametrize("name", ["reselection_rank", "reselection_by_kv_head", "reselection_reuse"])
+def test_how_layers_choose_is_refused_where_none_does(name: str):
+    spec = ModelSpec("m", "a", 4, 8, 2, 64, 100, 4096, "bfloat16", "f")
+    shared, asked = Scoring(Tap({2: (0,)}), Tap({})), {name: 32 if name == "reselection_rank" else True}
+    with pytest.raises(UsageError, match=f"{name} is (32|True), but no layer chooses a set of its own"):
+        create_selector(EngineOptions(mode="sparse", **asked), shared, spec)
+    # Nothing reads a set there, and a file of options may serve other modes too.
+    create_selector(EngineOptions(mode="ar", **asked), shared, spec)
+    create_selector(EngineOptions(mode="sparse", reselection_layers=(1,), **asked), shared, spec)
+
+
 def test_high_fidelity_is_sets_of_every_layers_kv_heads(tmp_path):
     """The named option is the three long ones; a profile or --reselection-layers that say which layers choose come first."""
     folder = tiny_model.write(tmp_path / "model", num_hidden_layers=3, head_dim=32, hidden_size=64)
