@@ -30,6 +30,8 @@ from .score_passes import IN_REGISTERS, unpack_halves
 MAX_COLUMNS = 128
 # What the first tile's maximum is raised by: later keys may exceed it by 2^157 before a sum overflows, and count from 2^-96 on.
 MARGIN = tl.constexpr(30.0)
+# Chunks of a sequence: the second pass puts them together in one tile.
+MAX_CHUNKS = 64
 
 
 @triton.jit
@@ -109,42 +111,68 @@ def careful_sums(
 
 
 @triton.jit
-def log_sums(stats, slab, m, valid, chunks, num_chunks, c, WIDTH: tl.constexpr):
-    """Log-sum-exps [M] in base 2 of all chunks together; infinite, hence mass 0, for columns that do not count."""
-    place = (slab * num_chunks + c[None, :]) * (2 * WIDTH) + m[:, None]
-    used = (c < chunks)[None, :] & valid[:, None]
-    shifts = tl.load(stats + place, mask=used, other=float("-inf"))
-    sums = tl.load(stats + place + WIDTH, mask=used, other=0.0)
-    top = tl.where(valid, tl.max(shifts, 1), 0.0)
-    total = tl.sum(sums * tl.exp2(shifts - top[:, None]), 1)
-    return tl.where(valid & (total > 0), top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+def powers(
+    low, high, q_low, q_high, shift, start, keys, length, scale_log2, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """2^(logit - shift) [N, M] of a tile, 0 for keys beyond the length."""
+    p = tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - shift[None, :])
+    if start + BLOCK_N > length:
+        p = tl.where((start + keys < length)[:, None], p, 0.0)
+    return p
 
 
 @triton.jit
-def packed_sums_kernel(
-    q, codes, page_table, lengths, num_rows, stats, stride_qb, stride_qr, stride_pt, R, num_chunks, scale_log2,
-    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+def store_sums(
+    place, sums, shift, q_low, q_high, of_head, pages, begin, stop, keys, n, length, scale_log2,
+    ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, kv head, sequence): (shift, sum of 2^(logit - shift)) of its keys for every column."""
+    """Write a chunk's log-sum-exps in base 2 to `place` [BLOCK_M]. Sums and shifts apart could not be put together with those of
+    other chunks: shifts may lie further apart than floats reach, where what they stand for does not."""
+    total = tl.sum(sums, 0)
+    if tl.max(total, 0) == float("inf"):
+        # A key so far above the first tile's is all that counts: once more, about the maximum of all.
+        shift, total = careful_sums(
+            q_low, q_high, of_head, pages, begin, stop, keys, n, length, scale_log2, ROW, PAGE, BLOCK_N, BLOCK_M, PRECISION
+        )
+    tl.store(place, shift + tl.log2(total))
+
+
+@triton.jit
+def log_sums(stats, slab, m, valid, chunks, num_chunks, WIDTH: tl.constexpr, MOST: tl.constexpr):
+    """Log-sum-exps [M] in base 2 of all chunks together; infinite, hence mass 0, for columns that do not count."""
+    c = tl.arange(0, MOST)
+    place = (slab * num_chunks + c[None, :]) * WIDTH + m[:, None]
+    of_chunks = tl.load(stats + place, mask=(c < chunks)[None, :] & valid[:, None], other=float("-inf"))
+    top = tl.where(valid, tl.max(of_chunks, 1), 0.0)
+    total = tl.sum(tl.exp2(of_chunks - top[:, None]), 1)
+    return tl.where(valid & (total > 0), top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+
+
+@triton.jit(do_not_specialize=["stride_pt", "R", "num_chunks", "chunk_tiles"])
+def packed_sums_kernel(
+    q, codes, page_table, lengths, num_rows, stats, stride_qb, stride_qr, stride_pt, R, num_chunks, chunk_tiles, scale_log2,
+    G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, kv head, sequence): the log-sum-exp in base 2 of its keys' logits for every column."""
     begin_dependent(PDL)
     chunk = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2)
     length = tl.load(lengths + b)
     fed = tl.minimum(tl.load(num_rows + b), R)
-    if (chunk * CHUNK >= length) | (fed <= 0):
+    # Counted in tiles, so that a compiler sees where a tile may begin.
+    begin = chunk * (chunk_tiles * BLOCK_N)
+    if (begin >= length) | (fed <= 0):
         return
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, HALF)
     keys = tl.arange(0, BLOCK_N)
     ROW: tl.constexpr = HKV * HALF
-    WIDTH: tl.constexpr = BLOCK_M + MORE
     q_low, q_high, _ = load_columns(q, b, h, m, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
     pages = page_table + b.to(tl.int64) * stride_pt
     of_head = codes + h * HALF
-    begin = chunk * CHUNK
-    stop = tl.minimum(begin + CHUNK, length)
+    stop = tl.minimum(begin + chunk_tiles * BLOCK_N, length)
     first, second = tile_pages(pages, begin, length, PAGE, BLOCK_N)
     next_first, next_second = tile_pages(pages, begin + BLOCK_N, length, PAGE, BLOCK_N)
     low, high = load_codes(of_head, first, second, begin, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
@@ -161,43 +189,31 @@ def packed_sums_kernel(
         # Two steps ahead, in registers; the maximum keeps the loop one that is pipelined (see score_logits_kernel).
         first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
         next_first, next_second = tile_pages(pages, start + 2 * BLOCK_N, length, PAGE, BLOCK_N)
-        p = tl.exp2(products(low, high, q_low, q_high, PRECISION) * scale_log2 - shift[None, :])
-        if start + BLOCK_N > length:
-            p = tl.where((start + keys < length)[:, None], p, 0.0)
-        sums += p
+        sums += powers(low, high, q_low, q_high, shift, start, keys, length, scale_log2, BLOCK_N, PRECISION)
         if MORE > 0:
-            p_more = tl.exp2(products(low, high, more_low, more_high, PRECISION) * scale_log2 - shift_more[None, :])
-            if start + BLOCK_N > length:
-                p_more = tl.where((start + keys < length)[:, None], p_more, 0.0)
-            sums_more += p_more
-    place = ((b.to(tl.int64) * HKV + h) * num_chunks + chunk) * (2 * WIDTH)
-    total = tl.sum(sums, 0)
-    if tl.max(total, 0) == float("inf"):
-        # A key so far above the first tile's is all that counts: once more, about the maximum of all.
-        shift, total = careful_sums(
-            q_low, q_high, of_head, pages, begin, stop, keys, n, length, scale_log2, ROW, PAGE, BLOCK_N, BLOCK_M, PRECISION
-        )
-    tl.store(stats + place + m, shift)
-    tl.store(stats + place + WIDTH + m, total)
+            sums_more += powers(low, high, more_low, more_high, shift_more, start, keys, length, scale_log2, BLOCK_N, PRECISION)
+    place = stats + ((b.to(tl.int64) * HKV + h) * num_chunks + chunk) * (BLOCK_M + MORE)
+    store_sums(
+        place + m, sums, shift, q_low, q_high, of_head, pages, begin, stop, keys, n, length, scale_log2,
+        ROW, PAGE, BLOCK_N, BLOCK_M, PRECISION,
+    )  # fmt: skip
     if MORE > 0:
-        total_more = tl.sum(sums_more, 0)
-        if tl.max(total_more, 0) == float("inf"):
-            shift_more, total_more = careful_sums(
-                more_low, more_high, of_head, pages, begin, stop, keys, n, length, scale_log2, ROW, PAGE, BLOCK_N, MORE, PRECISION
-            )
-        tl.store(stats + place + m_more, shift_more)
-        tl.store(stats + place + WIDTH + m_more, total_more)
+        store_sums(
+            place + m_more, sums_more, shift_more, more_low, more_high, of_head, pages, begin, stop, keys, n, length, scale_log2,
+            ROW, PAGE, BLOCK_N, MORE, PRECISION,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_pt", "R", "num_chunks", "chunk_tiles", "span_tiles"])
 def packed_mass_kernel(
-    q, codes, page_table, lengths, num_rows, stats, scores, stride_qb, stride_qr, stride_pt, R, num_chunks, nmax, scale_log2,
+    q, codes, page_table, lengths, num_rows, stats, scores, stride_qb, stride_qr, stride_pt, R, num_chunks, chunk_tiles,
+    span_tiles, nmax, scale_log2,
     G: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (SPAN keys, kv head, sequence): the mean over rows and heads of the softmax, -inf beyond the length."""
+    """Program (span keys, kv head, sequence): the mean over rows and heads of the softmax, -inf beyond the length."""
     begin_dependent(PDL)
-    begin = tl.program_id(0) * SPAN
+    begin = tl.program_id(0) * (span_tiles * BLOCK_N)
     h = tl.program_id(1)
     b = tl.program_id(2)
     length = tl.load(lengths + b)
@@ -205,27 +221,26 @@ def packed_mass_kernel(
     keys = tl.arange(0, BLOCK_N)
     row = scores + (b.to(tl.int64) * HKV + h) * nmax
     if (begin >= length) | (fed <= 0):
-        for start in range(begin, tl.minimum(begin + SPAN, nmax), BLOCK_N):
+        for start in range(begin, tl.minimum(begin + span_tiles * BLOCK_N, nmax), BLOCK_N):
             tl.store(row + start + keys, tl.where(start + keys < length, 0.0, float("-inf")), mask=start + keys < nmax)
         return
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, HALF)
-    c = tl.arange(0, BLOCK_C)
     ROW: tl.constexpr = HKV * HALF
     WIDTH: tl.constexpr = BLOCK_M + MORE
-    slab, chunks = b.to(tl.int64) * HKV + h, tl.cdiv(length, CHUNK)
+    slab, chunks = b.to(tl.int64) * HKV + h, tl.cdiv(length, chunk_tiles * BLOCK_N)
     q_low, q_high, valid = load_columns(q, b, h, m, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
-    lse = log_sums(stats, slab, m, valid, chunks, num_chunks, c, WIDTH)
+    lse = log_sums(stats, slab, m, valid, chunks, num_chunks, WIDTH, MOST)
     if MORE > 0:
         m_more = BLOCK_M + tl.arange(0, MORE)
         more_low, more_high, valid_more = load_columns(q, b, h, m_more, fed, n, stride_qb, stride_qr, G, 2 * HALF, HALF)
-        lse_more = log_sums(stats, slab, m_more, valid_more, chunks, num_chunks, c, WIDTH)
+        lse_more = log_sums(stats, slab, m_more, valid_more, chunks, num_chunks, WIDTH, MOST)
     pages = page_table + b.to(tl.int64) * stride_pt
     of_head = codes + h * HALF
     first, second = tile_pages(pages, begin, length, PAGE, BLOCK_N)
     next_first, next_second = tile_pages(pages, begin + BLOCK_N, length, PAGE, BLOCK_N)
     weight = 1.0 / (fed * G).to(tl.float32)
-    for start in range(begin, tl.minimum(begin + SPAN, nmax), BLOCK_N):
+    for start in range(begin, tl.minimum(begin + span_tiles * BLOCK_N, nmax), BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         low, high = load_codes(of_head, first, second, start, keys, n, ROW, PAGE, BLOCK_N, q.dtype.element_ty)
         first, second = tl.maximum(next_first, 0), tl.maximum(next_second, 0)
@@ -257,12 +272,13 @@ def columns_of(count: int) -> tuple[int, int]:
 def choose_config(batch: int, kv_heads: int, nmax: int, columns: int, device: torch.device) -> PackedConfig:
     """The fastest of those measured on an H200 (32k keys, 4, 32 and 128 kv heads of sequences, 28 and 35 columns): long chunks as
     long as programs fill the processors several times, smaller tiles for more columns."""
+    # One tile holds what all chunks say.
+    least = power_of_two(triton.cdiv(nmax, MAX_CHUNKS))
     if INTERPRETED:
-        return PackedConfig(16, 64, 32, 2)
+        return PackedConfig(16, max(64, least), 32, 2)
     slabs, enough = batch * kv_heads, 3.75 * num_multiprocessors(device)
     chunk = next((c for c in (4096, 2048) if slabs * triton.cdiv(nmax, c) >= enough), 1024)
-    # Statistics of all chunks are put together in one tile.
-    chunk = max(chunk, power_of_two(triton.cdiv(nmax, 64)))
+    chunk = max(chunk, least)
     if columns <= 32:
         return PackedConfig(128, chunk, chunk // 2, 3)
     if columns > 48:
@@ -303,23 +319,28 @@ def packed_scores(
     columns, more = columns_of(rows * group)
     if columns > MAX_COLUMNS:
         raise ValueError(f"q: expected rows * heads per kv head <= {MAX_COLUMNS}, got {rows} * {group}")
-    # A tile has two pages at most.
     config = config or choose_config(batch, kv_heads, nmax, columns + more, q.device)
+    # A tile has two pages at most.
+    block_n = min(config.block_n, 2 * page_size)
     chunks = triton.cdiv(nmax, config.chunk)
-    stats = torch.empty(batch * kv_heads * chunks * 2 * (columns + more), dtype=torch.float32, device=q.device)
+    if chunks > MAX_CHUNKS:
+        raise ValueError(f"config.chunk: expected {triton.cdiv(nmax, MAX_CHUNKS)} keys or more of {nmax}, got {config.chunk}")
+    if config.chunk % block_n or config.span % block_n:
+        raise ValueError(f"config: expected chunk and span to be multiples of {block_n} keys, got {config.chunk}, {config.span}")
+    stats = torch.empty(batch * kv_heads * chunks * (columns + more), dtype=torch.float32, device=q.device)
     options = {} if INTERPRETED else {"launch_pdl": True}
     common = {
-        "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "MORE": more, "BLOCK_N": min(config.block_n, 2 * page_size),
-        "CHUNK": config.chunk, "PAGE": page_size, "PRECISION": precision_of(q.dtype), "PDL": bool(options),
+        "G": group, "HKV": kv_heads, "HALF": half, "BLOCK_M": columns, "MORE": more, "BLOCK_N": block_n,
+        "PAGE": page_size, "PRECISION": precision_of(q.dtype), "PDL": bool(options),
         "num_warps": config.num_warps, "num_stages": config.num_stages, **options,
     }  # fmt: skip
     inputs = (q, codes, page_table, lengths, num_rows, stats)
-    strides = (q.stride(0), q.stride(1), page_table.stride(0), rows, chunks)
+    sizes = (q.stride(0), q.stride(1), page_table.stride(0), rows, chunks, config.chunk // block_n)
     scale_log2 = scale * math.log2(math.e)
     # In fp32 a product takes three.
     capped = {"maxnreg": config.max_registers} if config.max_registers and not INTERPRETED and q.dtype != torch.float32 else {}
-    packed_sums_kernel[(chunks, kv_heads, batch)](*inputs, *strides, scale_log2, **common, **capped)
+    packed_sums_kernel[(chunks, kv_heads, batch)](*inputs, *sizes, scale_log2, **common, **capped)
     packed_mass_kernel[(triton.cdiv(nmax, config.span), kv_heads, batch)](
-        *inputs, scores, *strides, nmax, scale_log2, BLOCK_C=power_of_two(chunks), SPAN=config.span, **common
+        *inputs, scores, *sizes, config.span // block_n, nmax, scale_log2, MOST=MAX_CHUNKS, **common
     )
     return scores

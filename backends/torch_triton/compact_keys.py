@@ -8,7 +8,7 @@ keys and queries are turned to places all over the context: RoPE makes far keys 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,10 @@ from dustin.backends.torch_triton import rope
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.interfaces import Tap
 
-# Committed rows that every forward encodes anew: those of the rounds since the last one.
+# Committed rows that every forward on a GPU encodes anew: those of the rounds since the last one.
 FRESH_ROWS = 16
-# How often each row of the fitting text is turned elsewhere, and rows encoded at once.
+# How often each row of the fitting text is turned elsewhere.
 TURNS = 4
-CHUNK = 65536
 # Tokens of the fitting text read at once.
 FIT_CHUNK = 512
 # Standard deviations that the largest number stands for, and that number.
@@ -70,31 +69,16 @@ class CompactKeys:
         return made[layer]
 
     @torch.inference_mode()
-    def catch_up(self, cache: Any, fresh: int = FRESH_ROWS, layers: Sequence[int] | None = None) -> None:
-        """Encode the committed rows that were written since the last call in `layers` (None: in every layer). A sequence of which
-        those are no more than `fresh` is left to the forward, which encodes its last ones itself."""
-        layers = list(self.mean if layers is None else layers)
+    def catch_up(self, cache: Any, layers: Iterable[int]) -> None:
+        """Encode the committed rows that were written since the last call for these `layers`: those that choose, no others."""
         owner = (self, tuple(layers))
         known = cache.encoded_by(owner)
-        for layer in layers:
-            self.store(cache, layer)
-        behind = [(b, have, n) for b, (have, n) in enumerate(zip(known, cache.lengths, strict=True)) if n - have > fresh]
-        if behind:
-            # All sequences together: a prompt of 32k tokens in pieces of its own would be thousands of small launches.
-            device = cache.flat_keys(layers[0]).device
-            at = torch.zeros(cache.batch, max(n - have for _, have, n in behind), dtype=torch.long, device=device)
-            for b, have, n in behind:
-                at[b, : n - have] = torch.arange(have, n, device=device)
-            places = cache.places(at)
-            written = torch.cat([places[b, : n - have] for b, have, n in behind])
-            for part in written.split(CHUNK):
-                for layer in layers:
-                    self.encode_rows(layer, cache.flat_keys(layer), self.store(cache, layer), part)
+        for layer in owner[1]:
+            keys, codes = cache.flat_keys(layer), self.store(cache, layer)
+            for b, (have, n) in enumerate(zip(known, cache.lengths, strict=True)):
+                rows = slice(b * cache.capacity + have, b * cache.capacity + n)
+                codes[rows] = self.codes_of(layer, keys[rows])
         cache.mark_encoded(owner)
-
-    def encode_rows(self, layer: int, keys: torch.Tensor, codes: torch.Tensor, places: torch.Tensor) -> None:
-        """Codes of the keys at `places` (any shape) of the flat rows keys [M, Hkv, D] and codes [M, Hkv, rank / 2]."""
-        codes[places] = self.codes_of(layer, keys[places])
 
 
 def fit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -115,7 +115,8 @@ class TorchModel:
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, logits)
         places = _Places(batch, rows, counts, self.device)
         if token_set is not None and token_set.reselection is not None and token_set.reselection.rank:
-            compact_keys.needed(self.compact, token_set.reselection.rank).catch_up(cache, 0)
+            again = token_set.reselection
+            compact_keys.needed(self.compact, again.rank).catch_up(cache, sorted(again.heads))
         flat = places.pack(tokens)
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.config.vocab_size:
             raise ValueError(f"tokens range over {int(flat.min())}..{int(flat.max())}, expected 0 to {self.config.vocab_size - 1}")
@@ -169,6 +170,20 @@ class TorchModel:
         how: dict[str, Any] = {"scale": self.scale, "compact": self.compact}
         made = [ops.reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, counts, **how) for part in parts]
         return [one for one in made if one is not None]
+
+    @torch.inference_mode()
+    def chosen_sets(
+        self, queries: Mapping[int, torch.Tensor], num_tokens: Sequence[int], cache: TorchCache, token_set: TokenSet
+    ) -> dict[int, list[TokenSet]]:
+        """See ChoosingModel."""
+        counts, again = list(num_tokens), token_set.reselection
+        if again is not None and again.rank:
+            compact_keys.needed(self.compact, again.rank).catch_up(cache, sorted(again.heads))
+        made = {}
+        for layer, q in queries.items():
+            places = _Places(*q.shape[:2], counts, self.device)
+            made[layer] = self._chosen(places.pack(q), cache, layer, counts, token_set)
+        return {layer: sets for layer, sets in made.items() if sets}
 
     def _attended(
         self, attention: Attention, q: torch.Tensor, cache: TorchCache, i: int, token_set: TokenSet | None, chosen: list[TokenSet]

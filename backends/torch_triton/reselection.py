@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from dustin.backends.torch_triton import ops
 from dustin.backends.torch_triton.compact_keys import FRESH_ROWS, CompactKeys, needed
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.interfaces import Reselection
-from dustin.triton_kernels.packed_rows import packed_rows
+from dustin.triton_kernels.packed_rows import packed_keys, packed_rows
 from dustin.triton_kernels.packed_scores import packed_scores
 from dustin.triton_kernels.score_heads import group_heads, score_heads
 from dustin.triton_kernels.select_best import select_best
@@ -23,6 +24,24 @@ MAX_SELECTED = 2048
 SELECT_BEST = False
 # Rows times heads of a kv head that score_heads takes at once.
 SCORE_ROWS = 128
+
+
+@torch.inference_mode()
+def encode_written(compact: CompactKeys, cache: Any, layers: Sequence[int]) -> None:
+    """Codes of the committed rows that were written since the last call for these `layers`, those that choose: a launch a layer.
+    A sequence of which those are no more than FRESH_ROWS is left to the forward, which encodes its last ones itself."""
+    owner, ends = (compact, tuple(layers)), cache.lengths
+    known = cache.encoded_by(owner)
+    begins = [have if n - have > FRESH_ROWS else n for have, n in zip(known, ends, strict=True)]
+    most = max(n - begin for begin, n in zip(begins, ends, strict=True))
+    codes = {layer: compact.store(cache, layer) for layer in layers}
+    if most:
+        table = cache.page_table
+        between = ops.on_device([begins, list(ends)], torch.int32, table.device)
+        for layer in layers:
+            bases = compact.mean[layer], compact.encode[layer]
+            packed_keys(cache.pool.keys[layer], codes[layer], table, between[0], between[1], *bases, most=most)
+    cache.mark_encoded(owner)
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,7 @@ class Rechoice:
             return None
         if again.rank:
             # Of the other layers nobody reads the codes: a check of mode exact writes more rows than a forward encodes itself.
-            needed(compact, again.rank).catch_up(cache, layers=sorted(again.heads))
+            encode_written(needed(compact, again.rank), cache, sorted(again.heads))
         layers = tuple(sorted((layer, tuple(heads)) for layer, heads in again.heads.items()))
         windows = (again.num_sink_tokens, again.num_recent_tokens)
         return cls(layers, again.budget, *windows, again.max_rows, compact if again.rank else None, again.by_kv_head, again.reuse)

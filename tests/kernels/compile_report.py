@@ -160,7 +160,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """What a layer launches whose kv heads choose sets of their own, by compact keys and whole ones."""
-    from dustin.triton_kernels.packed_rows import packed_rows
+    from dustin.triton_kernels.packed_rows import packed_keys, packed_rows
     from dustin.triton_kernels.packed_scores import packed_scores
     from dustin.triton_kernels.score_heads import group_heads, score_heads
     from dustin.triton_kernels.select_best import select_best
@@ -186,6 +186,10 @@ def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
         yield (
             f"packed_rows {name}",
             lambda q=q, p=pool, c=codes, t=table, o=one, m=mean, b=base, r=rows: packed_rows(q, p, c, t, o, m, b, b, num_rows=r),
+        )
+        yield (
+            f"packed_keys {name}",
+            lambda p=pool, c=codes, t=table, o=one, m=mean, b=base: packed_keys(p, c, t, o, o, m, b, most=30_000),
         )
         groups = group_heads(range(num_heads), num_heads, num_kv_heads, "cpu")
         scores = torch.zeros(batch * num_kv_heads, 32762)

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dustin.backends.torch_triton.compact_keys import fit  # noqa: E402
+from dustin.backends.torch_triton.compact_keys import CompactKeys, fit  # noqa: E402
 from dustin.triton_kernels.attention_core import AttentionConfig  # noqa: E402
-from dustin.triton_kernels.packed_rows import packed_rows  # noqa: E402
+from dustin.triton_kernels.packed_rows import packed_keys, packed_rows  # noqa: E402
 from dustin.triton_kernels.packed_scores import PackedConfig, packed_scores  # noqa: E402
 from dustin.triton_kernels.score_heads import group_heads, score_heads, score_layers  # noqa: E402
 from dustin.triton_kernels.select_best import select_best  # noqa: E402
@@ -72,6 +72,38 @@ def test_codes_and_queries(device: str, rank: int) -> None:
     assert (codes[~written] == 5).all()
 
 
+@pytest.mark.parametrize("rank", [32, 64])
+def test_codes_of_prompts(device: str, rank: int) -> None:
+    """What packed_rows writes for the newest keys, for any stretch of each sequence: a page's end inside, one key, none."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case, (_, kv_heads, dim), lengths = a_case(device, dtype, 3)
+    if rank > dim:
+        pytest.skip("rank above the head dimension")
+    mean, encode = (torch.randn(*shape, device=device) for shape in ((kv_heads, dim), (kv_heads, dim, rank)))
+    compact = CompactKeys(rank, {0: mean}, {0: encode / dim**0.5}, {})
+    codes = torch.full((len(case.k_pool) * 32, kv_heads, rank // 2), 5, dtype=torch.int8, device=device)
+    stretches = [(13, lengths[0] - 2), (8, 9), (0, 0)]
+    begins, ends = (torch.tensor(part, dtype=torch.int32, device=device) for part in zip(*stretches, strict=True))
+    bases = compact.mean[0], compact.encode[0]
+    packed_keys(case.k_pool, codes, case.page_table, begins, ends, *bases, most=lengths[0] - 15)
+    pages, wrong, numbers = codes.unflatten(0, case.k_pool.shape[:2]), 0, 0
+    untouched = torch.ones(len(codes), dtype=torch.bool, device=device)
+    places = untouched.unflatten(0, case.k_pool.shape[:2])
+    for b, (begin, end) in enumerate(stretches):
+        want = compact.codes_of(0, rows_of(case, case.k_pool, b, end)[begin:])
+        wrong += int((numbers_of(rows_of(case, pages, b, end)[begin:]) != numbers_of(want)).sum())
+        numbers += 2 * want.numel()
+        for position in range(begin, end):
+            places[int(case.page_table[b, position // 32]), position % 32] = False
+    # A coordinate that lies between two steps may go either way.
+    assert wrong <= numbers // 1000
+    assert (codes[untouched] == 5).all()
+    with pytest.raises(ValueError, match="ends: expected shape .3., got .2."):
+        packed_keys(case.k_pool, codes, case.page_table, begins, ends[:2], *bases, most=1)
+    with pytest.raises(ValueError, match="rank: expected a power of two from 32 on, got 16"):
+        packed_keys(case.k_pool, codes, case.page_table, begins, ends, mean, encode[..., :16].contiguous(), most=1)
+
+
 def check_by_kv_head(case, codes: torch.Tensor, lengths: list[int], rows: list[int], q: torch.Tensor, scores: torch.Tensor) -> None:
     """Scores [B * Hkv, columns] are the mean softmax of each kv head's queries over the numbers in its codes, at a scale of 0.2."""
     kv_heads = len(scores) // len(lengths)
@@ -132,6 +164,38 @@ def test_scores_by_packed_keys_alone(device: str, tile: int, chunk: int, many: b
         check_by_kv_head(case, codes, lengths, rows, q, scores)
     with pytest.raises(ValueError, match="q: expected rows . heads per kv head <= 128, got "):
         packed_scores(q.repeat(1, 20, 1, 1), codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2)
+
+
+def test_chunks_whose_first_tiles_lie_far_apart(device: str) -> None:
+    """The best key of a chunk may lie further above its first tile than floats reach, and above the others' first tiles not at
+    all: what one chunk adds to another must not depend on where either began."""
+    case, (num_heads, kv_heads, _), lengths = a_case(device, torch.float32, 1)
+    rank = 32 if device == "cpu" else 64
+    tile, chunk = (16, 64) if device == "cpu" else (64, 256)
+    # In base 2 a product is 10 times the first number of a key, which is 7 or -8.
+    step = 10.0 / (0.2 * 1.4426950408889634)
+    codes = torch.zeros(*case.k_pool.shape[:3], rank // 2, dtype=torch.int8, device=device)
+    flat, pages = codes.flatten(0, 1), case.page_table[0].tolist()
+    first = torch.full((lengths[0],), -8, dtype=torch.int8)
+    first[0] = first[chunk + tile + 3] = 7
+    for position, number in enumerate(first.tolist()):
+        flat[pages[position // 32] * 32 + position % 32, :, 0] = number & 15
+    fed = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+    for dtype in (torch.float32, torch.float16):
+        q = torch.zeros(3, 1, num_heads, rank, device=device, dtype=dtype)
+        q[..., 0] = step
+        scores = torch.full((3 * kv_heads, max(lengths) + 2), float("nan"), device=device)
+        config = PackedConfig(tile, chunk, chunk // 2, 2)
+        packed_scores(q, codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2, config=config)
+        check_by_kv_head(case, codes, lengths, [1, 1, 0], q, scores)
+        torch.testing.assert_close(scores[:kv_heads, 0], torch.full((kv_heads,), 0.5, device=device), atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="config: expected chunk and span to be multiples of 16 keys, got 40, 32"):
+        packed_scores(
+            q, codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2, config=PackedConfig(16, 40, 32)
+        )
+    with pytest.raises(ValueError, match="config.chunk: expected .* keys or more"):
+        few = PackedConfig(2, 2, 2) if device == "cpu" else PackedConfig(64, 64, 64)
+        packed_scores(q, codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2, config=few)
 
 
 SCORES = {
