@@ -74,7 +74,7 @@ class SetMemory:
             lookahead, self._lagged = self._lagged, self._merged(self._lagged, drafts.queries, taking)
         context = replace(context, history=self._history, lookahead=lookahead, prompt=self._prompt)
         chosen = self.selector.select(context)
-        if chosen is not None and lookahead is not None and self._unlagged & taking:
+        if chosen is not None and lookahead is not None and self.selector.needs_lookahead and self._unlagged & taking:
             # Their first round has history alone, as a batch's first round has.
             alone = self.selector.select(replace(context, lookahead=None, repeat=True))
             if alone is not None:
