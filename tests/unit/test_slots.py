@@ -240,6 +240,47 @@ def test_a_long_prompt_is_read_beside_the_others_rounds() -> None:
     assert len(engine.rows[2].generated) > len(engine.rows[1].generated)
 
 
+def fed(engine: SlotEngine) -> list[list[int]]:
+    """What the target's later forwards feed of each slot."""
+    calls: list[list[int]] = []
+    forward = engine.target.forward
+    engine.target.forward = lambda tokens, counts, *a, **k: (calls.append(list(counts)), forward(tokens, counts, *a, **k))[1]  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.parametrize("recorded", [0, 32])
+def test_prompts_are_read_one_after_the_other(recorded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts as long as each other the first to come is answered first: none waits for all of them."""
+    monkeypatch.setattr(type(backend), "recorded_prompt_rows", recorded, raising=False)
+    engine = opened(options("ar"), "none", 3)
+    prompts = [PROMPTS[0][i:] + PROMPTS[0][:i] for i in range(3)]
+    for slot in (2, 0, 1):
+        engine.admit(Row(slot, prompts[slot], requests()[0], 13, frozenset(), None))
+    calls, first = fed(engine), []
+    while engine.reading:
+        first += [event.row for event in engine.read_chunk(16)]
+    assert first == [2, 0, 1]
+    if recorded:
+        # Calls of one prompt each: powers of two, and the prompt's end at once.
+        assert calls == [[n if b == slot else 0 for b in range(3)] for slot in (2, 0, 1) for n in (16, 16, 9)]
+    else:
+        assert calls[:3] == [[0, 0, 16], [0, 0, 16], [7, 0, 9]]
+    finish(engine)
+    assert [tuple(row.generated) for row in engine.rows] == [greedy(prompt, 13) for prompt in prompts]
+
+
+def test_a_long_prompt_is_overtaken_but_not_for_ever() -> None:
+    engine = opened(options("ar"), "none", 2)
+    engine.admit(Row(0, PROMPTS[0] + PROMPTS[2], requests()[3], 1, frozenset(), None))
+    done = 0
+    while engine.rows[0].reading:
+        if engine.free:
+            engine.admit(Row(1, PROMPTS[1], requests()[3], 1, frozenset(), None))
+        done += len(engine.read_chunk(9))
+    # Eight pieces of its own, and others' before all but the first at most.
+    assert 8 < done <= 8 * 5
+
+
 def test_counts_of_a_request_are_its_own() -> None:
     engine = opened(options("dense"), "self", 3)
     rows, _ = serve(engine, PROMPTS, requests())
@@ -254,6 +295,18 @@ def test_a_sampled_row_fixes_what_auto_does() -> None:
     for row, prompt, request in zip(rows, PROMPTS, requests(0.7), strict=False):
         alone, _ = run(make_engine(options("ar"), "none"), [prompt], request)
         assert row.generated == alone[0].generated
+
+
+def test_layers_keep_their_sets_where_a_row_joins() -> None:
+    """A selector of sets by layer, none of whose scores are the draft's: what a seed draws in a slot is what it draws alone."""
+    opts = options("exact", selector="quest", num_draft_tokens=5, exact_block=1, lookahead_lag=1, drafter="draft")
+    session = Session(backend, target(), None, opts, draft())
+    engine = session.make_engine(SlotEngine, opts, Stats())
+    engine.open(target().new_cache(2, CAPACITY), 2)
+    asked = requests(1.0)
+    rows, _ = serve(engine, PROMPTS, asked)
+    alone = [session.generate(prompt, request).tokens for prompt, request in zip(PROMPTS, asked, strict=True)]
+    assert [row.generated for row in rows] == alone
 
 
 @pytest.mark.parametrize("drafter", ["none", "draft"])
