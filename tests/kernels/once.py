@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck python -m tests.kernels.once
     compute-sanitizer --tool racecheck python -m tests.kernels.once short checks
 
-Words choose parts (checks, attention0 to attention3, scoring, selection, own_sets; all without one), which may then run side by
-side; `short` cuts the contexts, for tools that take a thousand times as long. Prints a line a launch with its relative RMS against
-float64; exit code 1 when one is off.
+Words choose parts (checks, attention0 to attention3, handed, products, scoring, selection, own_sets; all without one), which may
+then run side by side; `short` cuts the contexts, for tools that take a thousand times as long. Prints a line a launch with its
+relative RMS against float64; exit code 1 when one is off.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from functools import partial
 
 import torch
 
+from dustin.backends.torch_triton.compact_keys import CompactKeys
 from dustin.self_test import Result, judge
 from dustin.self_test_kernels import triton_checks
-from dustin.triton_kernels.attention_core import AttentionConfig
+from dustin.triton_kernels.attention_core import EMPTY, AttentionConfig, AttentionWorkspace
+from dustin.triton_kernels.decode_linear import LinearConfig, LinearScratch, Stream
 from dustin.triton_kernels.dense_verify import dense_verify
-from dustin.triton_kernels.packed_rows import packed_rows
+from dustin.triton_kernels.linear_add import linear_add
+from dustin.triton_kernels.packed_rows import packed_keys, packed_rows
 from dustin.triton_kernels.packed_scores import packed_scores
 from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_layers
 from dustin.triton_kernels.select_best import select_best
 from dustin.triton_kernels.select_tokens import select_tokens
-from dustin.triton_kernels.sparse_verify import sparse_verify
+from dustin.triton_kernels.sparse_verify import plan, sparse_verify
 from dustin.triton_kernels.translate_slots import translate_slots
+from dustin.triton_kernels.wide_linear import WideConfig, WideScratch, wide_linear
 from tests.kernels.reference import attention, choose, head_scores, paged_case, random_set, relative_rms
 
 # (Hq, Hkv, D), page size, committed tokens, in-flight tokens, query rows.
@@ -97,6 +101,49 @@ def scoring_launches(dtype: torch.dtype, short: bool) -> Iterator[tuple[str, flo
         yield f"score_layers, kept {keep}, direct {direct}", relative_rms(scores[inside], want[inside])
 
 
+def handed_launches(dtype: torch.dtype, short: bool) -> Iterator[tuple[str, float]]:
+    """(launch, relative RMS) of splits that hand their partials over word by word, twice each: words are empty again."""
+    for shape in SHAPES[:3]:
+        heads, page_size, lengths, fed, tokens = shortened(shape) if short else shape
+        case = paged_case("cuda", dtype, lengths=lengths, num_tokens=fed, tokens=tokens, heads=heads, page_size=page_size)
+        indices, counts = random_set(case, [int(n * 0.4) for n in lengths])
+        want = attention(case, indices, counts)
+        for splits in (2, 4, 8):
+            config = AttentionConfig(64, 32, 4, 3, waves=64.0, fused_splits=splits, handed_splits=splits, max_splits=splits)
+            made = plan(case.q, case.k_pool.shape[2], max(counts.tolist()) + tokens, config)
+            workspace = AttentionWorkspace(made.num_rows, heads[2], made.num_counters, "cuda", made.num_handed)
+            for time in ("first", "again"):
+                out = sparse_verify(*case.inputs, indices, counts, config=config, workspace=workspace)
+                error = relative_rms(out, want) if bool((workspace.handed == EMPTY).all()) else math.inf
+                yield f"sparse_verify {heads} {tokens} rows, {made.splits} splits handed over, {time}", error
+
+
+def product_launches(short: bool) -> Iterator[tuple[str, float]]:
+    """(launch, relative RMS) of a decoding step's products whose depth is split, twice each: counters are at zero again."""
+    size, depth = (192, 1000) if short else (1536, 4096)
+    for rows in (1, 16, 33):
+        shapes = (rows, depth), (size, depth), (size,), (2 * size, depth)
+        x, w, bias, gates = (torch.randn(*shape, device="cuda").to(torch.bfloat16) for shape in shapes)
+        want = x.double() @ w.double().T
+        scratch = WideScratch(1 << 20, 256, x.device)
+        for splits in (1, 3, 4):
+            config = WideConfig(64, 128, splits, num_stages=4)
+            for time in ("first", "again"):
+                out = wide_linear(x, w, bias, config=config, scratch=scratch)
+                yield f"wide_linear {rows} rows, {config.splits} splits, {time}", relative_rms(out, want + bias.double())
+        gate, up = (x.double() @ gates.double().T).chunk(2, 1)
+        out = wide_linear(x, gates, gate=True, scratch=scratch)
+        yield f"wide_linear {rows} rows, gate", relative_rms(out, torch.nn.functional.silu(gate) * up)
+        norm = torch.ones(size, device="cuda", dtype=torch.bfloat16)
+        for config in (LinearConfig(16, 32, 4, 3), LinearConfig(64, 64, 1, 4, swap=True), LinearConfig(16, 64, 1, 2)):
+            residual, room = bias.repeat(rows, 1), LinearScratch(20_000, 1 << 20, 256, x.device)
+            stream = Stream(residual, torch.empty_like(residual), room, 0)
+            for step, time in enumerate(("first", "again"), 1):
+                linear_add(x, w, None, stream, norm, config=config)
+                error = relative_rms(stream.residual, bias.double() + step * want)
+                yield f"linear_add {rows} rows, {config.splits} splits, {time}", error
+
+
 def own_set_launches(short: bool) -> Iterator[tuple[str, float]]:
     """(launch, relative RMS) of sets of the kv heads' own: codes and projected queries, scores by kv head, attention over each."""
     kv_heads, rank, lengths, fed = 2, 64, ([900, 17, 0] if short else [3000, 1025, 7]), [5, 2, 5]
@@ -105,6 +152,17 @@ def own_set_launches(short: bool) -> Iterator[tuple[str, float]]:
     mean, encode, decode = (torch.randn(*shape, device="cuda") for shape in ((kv_heads, 128), *[(kv_heads, 128, rank)] * 2))
     codes = torch.randint(-128, 128, (*case.k_pool.shape[:2], kv_heads, rank // 2), dtype=torch.int8, device="cuda")
     place = (case.page_table, case.lengths)
+    begins = torch.tensor([0, 5, 7], dtype=torch.int32, device="cuda")
+    spread = encode / 128**0.5
+    packed_keys(case.k_pool, codes.flatten(0, 1), case.page_table, begins, case.lengths, mean, spread, most=lengths[0])
+    made = CompactKeys(rank, {0: mean}, {0: spread}, {})
+    flat, differ = codes.flatten(0, 1), 0
+    for b, (begin, length) in enumerate(zip(begins.tolist(), lengths, strict=True)):
+        at = torch.arange(begin, max(begin, length), device="cuda")
+        where = case.page_table[b].long()[at // 64] * 64 + at % 64
+        differ += int((flat[where] != made.codes_of(0, case.k_pool.flatten(0, 1)[where])).sum())
+    # A coordinate that lies between two steps may go either way.
+    yield "packed_keys", differ / codes.numel()
     asked = packed_rows(q, case.k_pool, codes.flatten(0, 1), *place, mean, encode, decode, num_rows=5)
     want = torch.einsum("bthgd,hdr->bthgr", q.unflatten(2, (kv_heads, -1)).float(), decode).flatten(2, 3)
     yield "packed_rows", relative_rms(asked, want.to(asked.dtype))
@@ -169,6 +227,7 @@ def parts(short: bool) -> dict[str, Callable[[], Iterator[tuple[str, float]]]]:
     return (
         found
         | {"scoring": partial(scoring_launches, torch.bfloat16, short), "selection": selection_launches}
+        | {"handed": partial(handed_launches, torch.bfloat16, short), "products": partial(product_launches, short)}
         | {"own_sets": partial(own_set_launches, short)}
     )
 
