@@ -9,7 +9,9 @@ from dustin.interfaces import Array, Backend, ForwardResult, KVCache, Model, Tap
 # Tokens of a prompt read at a time where nobody says how many: these, and up to the second where the backend takes more rows well.
 _CHUNK, _LONG_CHUNK = 512, 4096
 # The same of what is read between two rounds while others stream.
-_BETWEEN, _LONG_BETWEEN = 256, 1024
+_BETWEEN, _LONG_BETWEEN = 256, 2048
+# What a recorded call costs beside its rows, and what launching the kernels of a call one by one costs, both in rows.
+_PADDING, _LAUNCHED = 256, 5120
 
 
 def chunk_of(asked: int | None, backend: Backend, rows: int) -> int:
@@ -18,14 +20,41 @@ def chunk_of(asked: int | None, backend: Backend, rows: int) -> int:
 
 
 def shared_chunk(asked: int | None, backend: Backend, rows: int) -> int:
-    """Tokens of `rows` prompts together to read in a call."""
-    return asked or max(_CHUNK, min(_LONG_CHUNK * rows, getattr(backend, "prompt_rows", 0)))
+    """Tokens of `rows` prompts together to read before a round. Where prompts are read one by one (`piece_alone`) the first of
+    them need not wait for the others."""
+    together = 1 if recorded_prompts(backend) else rows
+    return asked or max(_CHUNK, min(_LONG_CHUNK * together, getattr(backend, "prompt_rows", 0)))
 
 
 def chunk_between(asked: int | None, backend: Backend, rows: int) -> int:
     """Tokens of `rows` prompts together to read between two rounds. Where more rows cost a call little, the more of them the more
     prompts wait: those who stream wait a little longer for each token, and not for as many calls."""
-    return asked or max(_BETWEEN, min(_LONG_BETWEEN * rows, getattr(backend, "prompt_rows", 0)))
+    most = _LONG_CHUNK if recorded_prompts(backend) else getattr(backend, "prompt_rows", 0)
+    return asked or max(_BETWEEN, min(_LONG_BETWEEN * rows, most))
+
+
+def recorded_prompts(backend: Backend) -> int:
+    """Tokens of one prompt up to which a call is recorded, by powers of two; 0 where none is."""
+    return getattr(backend, "recorded_prompt_rows", 0)
+
+
+def piece_alone(left: int, most: int, recorded: int) -> int:
+    """Tokens to read now of one prompt of which `left` are unread, `most` at most, where calls are recorded: a power of two up to
+    `recorded`, or the prompt's end, padded to the next one where that costs less than a further call."""
+    piece = min(left, most, recorded)
+    wide = 1 << (piece - 1).bit_length()
+    fits = wide == piece or (piece == left and wide - left <= max(_PADDING, wide // 8))
+    return piece if fits else wide // 2
+
+
+def read_together(pieces: Sequence[int], backend: Backend) -> int:
+    """How many of the prompts of which so many tokens are to be read share a call, where calls are recorded: those first ones that
+    are short enough for a recorded call of several, or all where launching their call kernel by kernel is faster than a recorded
+    call for each; else one."""
+    small = getattr(backend, "recorded_rows", 0)
+    short = next((i for i, n in enumerate(pieces) if n > small), len(pieces))
+    alone = sum(_PADDING + (1 << (n - 1).bit_length()) for n in pieces)
+    return len(pieces) if alone > _LAUNCHED else max(1, short)
 
 
 def padded_tokens(backend: Backend, parts: Sequence[Sequence[int]]) -> Array:

@@ -12,7 +12,7 @@ from dustin.engine import Engine
 from dustin.errors import UsageError
 from dustin.interfaces import Drafter, Drafts, KVCache, Tap, TokenLogprobs
 from dustin.planning import AutoPlanner
-from dustin.prefill import padded_tokens
+from dustin.prefill import padded_tokens, piece_alone, read_together, recorded_prompts
 from dustin.sequence import Event, Sequence, warp_batch
 
 _NOTHING = RequestOptions(max_tokens=1)
@@ -22,6 +22,8 @@ _COMPARED = 1024
 _HOT = 1e9
 # Prompt tokens scored at once: their logits are whole vocabularies.
 _SCORED = 64
+# So many times in a row others may read before the one that came first.
+_OVERTAKEN = 4
 # Rows worth copying from another slot rather than reading them again.
 _WORTH_COPYING = 32
 
@@ -63,6 +65,8 @@ class SlotEngine(Engine):
         self.drafter.start([row.tokens for row in self.rows], cache.capacity + self.options.num_draft_tokens, None)
         self._following: dict[int, tuple[Sequence, int]] = {}
         self.reused = [0] * num_slots
+        self._arrived, self._passed = [0] * num_slots, 0
+        self._overdue: Sequence | None = None
         self._share = share
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._scoring: dict[int, int] = {}
@@ -114,6 +118,7 @@ class SlotEngine(Engine):
                 leader, shared = row, common
         sequence.reading = True
         self.rows[slot] = sequence
+        self._arrived[slot] = max(self._arrived) + 1
         self.stats.sequences += 1
         self.stats.prompt_tokens += sequence.prompt_length
         self.reused[slot] = 0
@@ -162,39 +167,73 @@ class SlotEngine(Engine):
     # Prompts.
 
     def read_chunk(self, most: int) -> list[Event]:
-        """Read about `most` prompt tokens of the slots that are reading, shared fairly; a whole prompt gives its first token."""
+        """Read about `most` prompt tokens of the slots that are reading (see `_in_turn`); a whole prompt gives its first token."""
         if not self.reading:
             return []
         began = time.perf_counter()
         self._follow()
         for slot in list(self._scoring):
             self._score_prompt(slot)
-        reading = [row for row in self.reading if row.row not in self._following and row.row not in self._scoring]
-        cache = self.target_cache
-        shares = self._shares(reading, most) if reading else [0] * len(self.rows)
-        goals = {row.row: cache.lengths[row.row] + shares[row.row] for row in reading}
-        # The last prompt token is the draft's to feed with the first token the target emits.
-        wanted = [row.tokens[: min(goals[row.row], row.prompt_length - 1)] if row.row in goals else [] for row in self.rows]
-        reached = self._slot_drafter.read(wanted, shares)
-        # A draft that kept fewer rows catches up first.
-        parts = [
-            row.tokens[cache.lengths[row.row] : goals[row.row]] if row.row in goals and have >= len(want) else []
-            for row, want, have in zip(self.rows, wanted, reached, strict=True)
-        ]
-        events = self._read_parts(parts) if any(parts) else []
+        events: list[Event] = []
+        spent = 0
+        while (reading := self._in_turn()) and spent < most:
+            shares = self._shares(reading, most)
+            # A prompt's last tokens are read on at once: they are not worth a round's wait.
+            if spent and spent + sum(shares) > most + most // 4:
+                break
+            self._note_turn(reading, shares)
+            events += self._read(shares)
+            spent += sum(shares)
+            if not recorded_prompts(self.backend):
+                break
         self.disturbed = True
         self.stats.prefill_seconds += time.perf_counter() - began
         return events
 
+    def _in_turn(self) -> list[Sequence]:
+        """Those that may read on, in whose turn it is: who has least left first, so that most answers begin soon; of those with as
+        much the first to come. Who came before all others and is overtaken reads every fifth time."""
+        reading = [row for row in self.reading if row.row not in self._following and row.row not in self._scoring]
+        left = self._unread
+        return sorted(reading, key=lambda row: (row is not self._overdue, left(row), self._arrived[row.row]))
+
+    def _unread(self, row: Sequence) -> int:
+        return row.prompt_length - self.target_cache.lengths[row.row]
+
     def _shares(self, reading: list[Sequence], most: int) -> list[int]:
-        """Prompt tokens each slot reads now: an equal part of `most`, what short prompts leave going to the longer ones."""
-        left = {row.row: row.prompt_length - self.target_cache.lengths[row.row] for row in reading}
-        shares = [0] * len(self.rows)
-        room = max(most, len(left))
-        for rank, slot in enumerate(sorted(left, key=lambda slot: left[slot])):
-            shares[slot] = min(left[slot], room // (len(left) - rank))
-            room -= shares[slot]
-        return shares
+        """Prompt tokens each slot reads in the next call, `most` together, given in turn. Where calls of single prompts are
+        recorded the first reads alone, unless many wait or short ones."""
+        shares, room = {}, most
+        for row in reading:
+            if room:
+                shares[row.row] = min(self._unread(row), room)
+                room -= shares[row.row]
+        if recorded := recorded_prompts(self.backend):
+            together = read_together(list(shares.values()), self.backend)
+            shares = dict(list(shares.items())[:together])
+            if together == 1:
+                shares[reading[0].row] = piece_alone(self._unread(reading[0]), most, recorded)
+        return [shares.get(slot, 0) for slot in range(len(self.rows))]
+
+    def _note_turn(self, reading: list[Sequence], shares: list[int]) -> None:
+        """Who waits longest and how often others went before: see `_in_turn`."""
+        oldest = min(reading, key=lambda row: self._arrived[row.row])
+        self._passed = 0 if shares[oldest.row] else self._passed + 1
+        self._overdue = oldest if self._passed >= _OVERTAKEN else None
+
+    def _read(self, shares: list[int]) -> list[Event]:
+        """One call of the target, and one of the draft, for shares[b] prompt tokens of each slot."""
+        cache = self.target_cache
+        goals = [have + share if share else 0 for have, share in zip(cache.lengths, shares, strict=True)]
+        # The last prompt token is the draft's to feed with the first token the target emits.
+        wanted = [row.tokens[: min(goal, row.prompt_length - 1)] for row, goal in zip(self.rows, goals, strict=True)]
+        reached = self._slot_drafter.read(wanted, shares)
+        # A draft that kept fewer rows catches up first.
+        parts = [
+            row.tokens[have:goal] if goal and there >= len(want) else []
+            for row, have, goal, want, there in zip(self.rows, cache.lengths, goals, wanted, reached, strict=True)
+        ]
+        return self._read_parts(parts) if any(parts) else []
 
     def _score_prompt(self, slot: int) -> None:
         """Read a piece of the slot's prompt and note the log-probability of each of its tokens given those before it."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from dustin.prefill import chunk_between, chunk_of, shared_chunk
+from dustin.prefill import chunk_between, chunk_of, piece_alone, read_together, shared_chunk
 
 PLAIN: Any = object()
 WIDE: Any = SimpleNamespace(prompt_rows=8192)
+RECORDED: Any = SimpleNamespace(prompt_rows=8192, recorded_prompt_rows=4096, recorded_rows=64)
 
 
 @pytest.mark.parametrize(
@@ -24,17 +25,51 @@ WIDE: Any = SimpleNamespace(prompt_rows=8192)
         (WIDE, 8, 1024, 8192),
         (WIDE, 16, 512, 8192),
         (WIDE, 64, 512, 8192),
+        (RECORDED, 1, 4096, 4096),
+        (RECORDED, 16, 512, 4096),
     ],
 )
 def test_what_nobody_asked_for(backend: Any, rows: int, each: int, together: int) -> None:
     assert chunk_of(None, backend, rows) == each
     assert shared_chunk(None, backend, rows) == together
-    assert chunk_between(None, backend, rows) == (min(8192, 1024 * rows) if backend is WIDE else 256)
+    most = {id(WIDE): 8192, id(RECORDED): 4096}.get(id(backend))
+    assert chunk_between(None, backend, rows) == (256 if most is None else min(most, 2048 * rows))
 
 
 @pytest.mark.parametrize("backend", [PLAIN, WIDE])
 def test_what_was_asked_for(backend: Any) -> None:
     assert chunk_of(100, backend, 16) == shared_chunk(100, backend, 16) == chunk_between(100, backend, 16) == 100
+
+
+@pytest.mark.parametrize(
+    ("left", "most", "pieces"),
+    [
+        (4123, 4096, [4096, 27]),
+        (4123, 2048, [2048, 2048, 27]),
+        (3800, 4096, [3800]),  # padded to 4,096
+        (3000, 4096, [2048, 952]),
+        (700, 4096, [512, 188]),
+        (300, 4096, [300]),
+        (1, 4096, [1]),
+        (250, 100, [64, 64, 64, 58]),
+        (9000, 100000, [4096, 4096, 808]),
+    ],
+)
+def test_pieces_of_one_prompt_are_powers_of_two_or_its_end(left: int, most: int, pieces: list[int]) -> None:
+    found = []
+    while left:
+        found.append(piece_alone(left, most, 4096))
+        left -= found[-1]
+    assert found == pieces
+
+
+def test_short_prompts_share_a_call() -> None:
+    assert read_together([27], RECORDED) == 1
+    assert read_together([12, 27, 4096], RECORDED) == 2
+    assert read_together([300, 4096], RECORDED) == 1
+    # Launched one by one: sixteen recorded calls would take longer.
+    assert read_together([100] * 16, RECORDED) == 16
+    assert read_together([40] * 16, RECORDED) == 16
 
 
 def test_tokens_of_one_prompt_beside_slots_that_read_nothing_cost_their_own_number() -> None:

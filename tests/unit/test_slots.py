@@ -106,9 +106,11 @@ def finish(engine: SlotEngine) -> None:
             engine.step()
 
 
+@pytest.mark.parametrize("recorded", [0, 16])
 @pytest.mark.parametrize("drafter", ["draft", "self", "lookup", "none"])
 @pytest.mark.parametrize("mode", ["auto", "ar", "dense", "exact"])
-def test_lossless_modes_equal_plain_greedy(mode: str, drafter: str) -> None:
+def test_lossless_modes_equal_plain_greedy(mode: str, drafter: str, recorded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(backend), "recorded_prompt_rows", recorded, raising=False)
     if (mode in ("ar", "exact")) and drafter == "self" or (mode in ("dense", "auto") and drafter == "none"):
         pytest.skip("refused by the session")
     rows, events = serve(opened(options(mode), drafter), PROMPTS, requests())
