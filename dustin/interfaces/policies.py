@@ -51,10 +51,12 @@ class SelectionContext:
 
 @dataclass
 class SelectionCost:
-    """Bytes that the last selection read of the target's and of the draft's cache (host arithmetic)."""
+    """Bytes that the last selection read of the target's and of the draft's cache, and those that layers which choose anew read
+    in a forward over its set (host arithmetic)."""
 
     target_bytes: int = 0
     draft_bytes: int = 0
+    own_bytes: int = 0
 
 
 class Selector(Protocol):
