@@ -299,8 +299,10 @@ class Engine:
             None, self.drafter.tap, fed, counts,
         )  # fmt: skip
         chosen = self.memory.select(context, drafts, taking)
-        self.stats.kv_bytes_read += self.selector.cost.target_bytes
-        self.stats.draft_kv_bytes_read += self.selector.cost.draft_bytes
+        # The set of a dense round is a draft model's: no layer of the target chooses anew.
+        cost, verified = self.selector.cost, self.chosen.mode != "dense" or self.drafter.name == "self"
+        self.stats.kv_bytes_read += cost.target_bytes + cost.own_bytes * verified
+        self.stats.draft_kv_bytes_read += cost.draft_bytes
         return chosen
 
     def verify(self, drafts: Drafts, taking: set[int], token_set: TokenSet | None) -> ForwardResult:
