@@ -394,6 +394,6 @@ class Engine:
         lengths = [n for count, n in zip(counts, self.target_cache.lengths, strict=True) if count]
         read = self._kv_bytes(sum(min(n, budget) if budget else n for n in lengths))
         if token_set is not None and token_set.dense_layers:
-            beyond = sum(max(0, n - self.options.budget) for n in lengths)
+            beyond = sum(max(0, n - (budget or 0)) for n in lengths)
             read += ReadBytes(self.target.spec).layers(len(token_set.dense_layers), beyond)
         self.stats.kv_bytes_read += read
