@@ -154,14 +154,18 @@ class _WarmUp:
     def read_prompts(self, chunks: list[int]) -> None:
         """Prompts read in pieces of each size: in their middle and at their end; small pieces also of two prompts together."""
         for chunk in chunks:
-            small = chunk <= _SMALL_CHUNK
             # What is not recorded at once is when it comes again; the second prompt ends with a whole piece in any context.
+            small = chunk <= _SMALL_CHUNK
             for length in (2 * chunk,) if small else (2 * chunk, chunk) * 2:
-                for count in range(1, 1 + (min(2, len(self._engine.rows)) if small else 1)):
-                    for slot in range(count):
-                        self._admit(slot, length, 1)
-                    self._read(chunk * count)
-                    self._release()
+                self._read_alike(1, length, chunk)
+            if small and len(self._engine.rows) > 1:
+                self._read_alike(2, chunk, 2 * chunk)
+
+    def _read_alike(self, count: int, length: int, most: int) -> None:
+        for slot in range(count):
+            self._admit(slot, length, 1)
+        self._read(most)
+        self._release()
 
     def rounds(self, plan: EngineOptions, length: int, count: int = 0) -> None:
         """Rounds of all slots (as many as recording takes, or `count`), one of which has a prompt of `length` tokens."""
