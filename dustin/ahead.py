@@ -17,14 +17,14 @@ from dustin.sequence import Sequence as Row
 class Ahead:
     """What was begun, and for which rounds it serves.
 
-    Row b had known[b] tokens, the pending one with them, and `steps` drafts were judged by `verdict` (None: not yet read).
-    `token_set`, chosen at `set_lengths`, is what the draft reads.
+    Row b had known[b] tokens, the pending one with them, and held[b] rows in the draft's cache, before what `verdict` judged (None:
+    not yet read). `token_set`, chosen at `set_lengths`, is what the draft reads.
     """
 
     begun: BegunDrafts
     known: tuple[int, ...]
     active: tuple[bool, ...]
-    steps: int
+    held: tuple[int, ...]
     token_set: TokenSet | None
     set_lengths: tuple[int, ...]
     verdict: HostVerdict | None = None
@@ -47,7 +47,7 @@ class Ahead:
                 and len(tokens[b]) == self.known[b] + kept + 1
                 # A dense check may have put another token here.
                 and tokens[b][-1] == self.verdict.tokens[b][kept]
-                and held[b] == self.known[b] + min(kept, self.steps - 1)
+                and held[b] == min(self.held[b], self.known[b] + kept)
                 and (token_set is None or set_lengths[b] == self.set_lengths[b])
             ):
                 return False
@@ -62,6 +62,11 @@ class PlainAhead:
     rows: tuple[Row | None, ...]
     known: tuple[int, ...]
     verdict: HostVerdict | None = None
+
+    def those(self, rows: Sequence[Row], active: set[int]) -> set[int]:
+        """Of the rows `active` those that the step was begun for: who has joined since waits for it rather than have it taken
+        again for all. All of them where there are none."""
+        return {b for b in active if self.rows[b] is rows[b]} or active
 
     def serves(self, rows: Sequence[Row], taking: set[int], held: Sequence[int]) -> bool:
         """Whether this is the step of the rows `taking`, held[b] rows of which are in the cache."""

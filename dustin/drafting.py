@@ -56,7 +56,14 @@ class NoDrafter:
         return Drafts(None, (0,) * len(state.active))
 
     def foresee(
-        self, verdict: Verdict, known: Sequence[int], active: Sequence[bool], draft_set: TokenSet | None, set_lengths: Sequence[int]
+        self,
+        verdict: Verdict,
+        judged: Sequence[int],
+        known: Sequence[int],
+        active: Sequence[bool],
+        steps: int,
+        draft_set: TokenSet | None,
+        set_lengths: Sequence[int],
     ) -> None:
         """Nothing to begin."""
 
@@ -232,18 +239,30 @@ class ModelDrafter(NoDrafter):
         return None if made is None else self._drafts_of(made, state, before, counts, token_set is not None)
 
     def foresee(
-        self, verdict: Verdict, known: Sequence[int], active: Sequence[bool], draft_set: TokenSet | None, set_lengths: Sequence[int]
+        self,
+        verdict: Verdict,
+        judged: Sequence[int],
+        known: Sequence[int],
+        active: Sequence[bool],
+        steps: int,
+        draft_set: TokenSet | None,
+        set_lengths: Sequence[int],
     ) -> None:
         """Begin the next round's steps from what the device knows of the verdict."""
         self.ahead = None
         if self._foresees is None or self.cache is None:
             return
-        token_set, steps = self._set_read(draft_set), verdict.tokens.shape[1] - 1
+        held = self.cache.lengths
+        for b, on in enumerate(active):
+            # What the device feeds first it has from the verdict: of each row the last token or two.
+            if on and held[b] < known[b] + max(1, judged[b]) - 1:
+                return
+        token_set = self._set_read(draft_set)
         begun = self._foresees.draft_ahead(
-            verdict, known, active, self.cache, token_set=token_set, set_lengths=set_lengths, tap=self._last_row_tap
+            verdict, known, active, self.cache, steps, token_set=token_set, set_lengths=set_lengths, tap=self._last_row_tap
         )
         if begun is not None:
-            self.ahead = Ahead(begun, tuple(known), tuple(active), steps, token_set, tuple(set_lengths))
+            self.ahead = Ahead(begun, tuple(known), tuple(active), held, token_set, tuple(set_lengths))
 
     @property
     def foresees(self) -> bool:  # type: ignore[override]

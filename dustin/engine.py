@@ -181,6 +181,8 @@ class Engine:
     def _round(self, mode: str) -> list[Event]:
         began = self.clock()
         taking = {row.row for row in self.rows if row.active}
+        if self._ahead is not None:
+            taking = self._ahead.those(self.rows, taking)
         sparse = mode not in ("ar", "dense")
         planned = 0 if mode == "ar" else self.chosen.num_draft_tokens
         choosing = sparse or (mode == "dense" and self._drafts_sparsely())
@@ -275,6 +277,9 @@ class Engine:
         plain = self.chosen.mode == "ar"
         if not (isinstance(self.target, ForwardAhead) if plain else drafts.tokens is not None and self.drafter.foresees):
             return
+        if plain and any(row.active and row.row not in taking for row in self.rows):
+            # Who waited for this round has a token that the device has not: the next one is everybody's.
+            return
         going = [row.row in taking and row.remaining > 1 for row in self.rows]
         # Log-probabilities are read with the verdict, after whatever the device has been told to do.
         wanted = any(row.request.top_logprobs is not None for row in self.rows)
@@ -286,7 +291,8 @@ class Engine:
             rows = tuple(row if on else None for row, on in zip(self.rows, going, strict=True))
             self._ahead = PlainAhead(begun, rows, tuple(known)) if begun is not None else None
         else:
-            self.drafter.foresee(verdict, known, going, self._set_of_draft(taking), self._set_lengths(taking))
+            rest = self._set_of_draft(taking), self._set_lengths(taking)
+            self.drafter.foresee(verdict, drafts.num_drafts, known, going, self.chosen.num_draft_tokens, *rest)
 
     def select(self, drafts: Drafts, taking: set[int]) -> TokenSet | None:
         """The set of this round; None where reading everything costs no more."""
@@ -365,12 +371,12 @@ class Engine:
         row.stats.count_round(offered, accepted)
         row.note_drafts(offered, accepted)
 
-    def roll_back(self) -> None:
-        """Drop rejected rows by length only: the last working token has no target KV yet."""
+    def roll_back(self, drafted: Seq[int] = ()) -> None:
+        """Drop rejected rows by length only: the last working token has no target KV yet. Row b's draft keeps drafted[b] more."""
         cache = self.target_cache
         working = [len(row.tokens) for row in self.rows]
         cache.rollback([min(have, length - 1) for have, length in zip(cache.lengths, working, strict=True)])
-        self.drafter.commit(working)
+        self.drafter.commit([length + n for length, n in zip(working, drafted or [0] * len(working), strict=True)])
         self.memory.roll_back(cache.lengths)
 
     # Small pieces.

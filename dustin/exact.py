@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dustin.interfaces import Array, Drafts
@@ -12,27 +13,49 @@ if TYPE_CHECKING:
     from dustin.engine import Engine
 
 
+@dataclass
+class _Block:
+    """What a block offers its check beside the provisional tokens, which the rows hold.
+
+    Row b's drafts after these are the first last[b] of ends[b]; judged_by[b] has the distribution behind each token of both.
+    """
+
+    judged_by: list[list[tuple[Array, int]]]
+    ends: list[Array | None]
+    last: list[int]
+
+    def join(self, engine: Engine, offered: list[list[int]], width: int) -> Array:
+        """Tokens [B, width] of the check. The host never sees the last drafts before their verdict: it need not wait for them."""
+        tokens = engine.backend.tokens([[*row, *[0] * (width - len(row))] for row in offered])
+        for ends in {id(ends): ends for ends in self.ends if ends is not None}.values():
+            counts = [n if mine is ends else 0 for n, mine in zip(self.last, self.ends, strict=True)]
+            tokens = engine.backend.insert_tokens(tokens, [len(row) for row in offered], ends, counts)
+        return tokens
+
+
 def exact_block(engine: Engine) -> list[Event]:
     """One block for all active rows: up to `exact_block` tokens each, checked; the committed ones as events.
 
     The last tokens of a block are drafts that no sparse pass has seen: the dense pass, which reads everything anyway, judges
-    them with the rest, so that one sparse pass a block is saved.
+    them with the rest, so that one sparse pass a block is saved. A row that has proposed enough drafts them beside the next
+    round of the others, so that all drafts follow a round whose verdict they can be begun by.
     """
     base = engine.target_cache.lengths
-    judged_by: list[list[tuple[Array, int]]] = [[] for _ in engine.rows]
-    proposing = {row.row for row in engine.rows if row.active and row.remaining > 1}
+    block = _Block([[] for _ in engine.rows], [None] * len(engine.rows), [0] * len(engine.rows))
+    proposing, ending = {row.row for row in engine.rows if row.active and row.remaining > 1}, set[int]()
     started = len(proposing)
     while proposing:
-        proposing = _propose(engine, proposing, judged_by)
+        going = _propose(engine, block, proposing, ending)
+        proposing, ending = going, proposing - going
         if engine.warp.greedy and 2 * len(proposing) < started:
             # A few slow rows would keep all others waiting. Greedy tokens do not depend on where a block ends.
             break
-    last = _draft_last(engine, judged_by)
+    _draft_last(engine, block, proposing | ending)
     offered = [row.tokens[row.committed :] if row.active else [] for row in engine.rows]
     for row in engine.rows:
         del row.tokens[row.committed :]
     engine.target_cache.rollback(base)
-    return _dense_check(engine, offered, last, judged_by)
+    return _dense_check(engine, block, offered)
 
 
 def _most_provisional(engine: Engine) -> int:
@@ -40,38 +63,44 @@ def _most_provisional(engine: Engine) -> int:
     return engine.chosen.provisional if engine.drafter.name in ("draft", "self") else engine.chosen.exact_block
 
 
-def _draft_last(engine: Engine, judged_by: list[list[tuple[Array, int]]]) -> list[int]:
-    """Drafts after each row's provisional tokens, up to the end of the block; how many each row got."""
-    block, most = engine.chosen.exact_block, engine.chosen.num_draft_tokens
-    room = [block - (len(row.tokens) - row.committed) for row in engine.rows]
-    # Nothing follows a provisional end of sequence.
-    taking = {
-        row.row
-        for row, free in zip(engine.rows, room, strict=True)
-        if row.active and row.remaining > 1 and free > 0 and row.tokens[-1] not in row.eos
-    }
-    last, began = [0] * len(engine.rows), engine.clock()
-    drafts = engine.draft(taking, most, False) if taking and most else None
+def _room(engine: Engine, ending: set[int]) -> dict[int, int]:
+    """How many drafts may end the block of each of these rows. Nothing follows a provisional end of sequence.
+
+    Rows of a greedy batch are among them also where there is room for none: what comes after the check is begun for all rows
+    or not at all, and for those whose draft has read the tokens that are checked.
+    """
+    rows = (row for row in engine.rows if row.row in ending and row.remaining > 1 and row.tokens[-1] not in row.eos)
+    room = {row.row: max(0, engine.chosen.exact_block - (len(row.tokens) - row.committed)) for row in rows}
+    return {b: free for b, free in room.items() if free or engine.warp.greedy}
+
+
+def _end(engine: Engine, block: _Block, drafts: Drafts, room: dict[int, int]) -> None:
+    """These drafts end the blocks of the rows that have room for some."""
     # A token that was looked up has no distribution, which the provisional tokens beside it have.
-    if drafts is None or drafts.tokens is None or (drafts.probabilities is None and not engine.warp.greedy):
-        return last
-    found = engine.backend.host_tokens(drafts.tokens)
-    for row in engine.rows:
-        if row.row in taking:
-            before = len(row.tokens)
-            row.extend_provisionally(found[row.row][: min(drafts.num_drafts[row.row], room[row.row])])
-            last[row.row] = len(row.tokens) - before
-            if drafts.probabilities is not None:
-                judged_by[row.row] += [(drafts.probabilities, i) for i in range(last[row.row])]
+    if drafts.tokens is None or (drafts.probabilities is None and not engine.warp.greedy):
+        return
+    for b, free in room.items():
+        block.last[b] = min(drafts.num_drafts[b], free)
+        block.ends[b] = drafts.tokens if block.last[b] else None
+        if drafts.probabilities is not None:
+            block.judged_by[b] += [(drafts.probabilities, i) for i in range(block.last[b])]
+
+
+def _draft_last(engine: Engine, block: _Block, ending: set[int]) -> None:
+    """Drafts after the provisional tokens of the rows that have none yet, up to the end of the block."""
+    most, room, began = engine.chosen.num_draft_tokens, _room(engine, ending), engine.clock()
+    if not most or not any(room.values()):
+        return
+    _end(engine, block, engine.draft(set(room), most, False), room)
     if engine.planner is not None:
         engine.looks.append(Look("last", most, [], engine.clock() - began))
-    return last
 
 
-def _propose(engine: Engine, proposing: set[int], judged_by: list[list[tuple[Array, int]]]) -> set[int]:
-    """One sparse round whose tokens stay provisional; returns the rows that want another."""
-    began = engine.clock()
-    drafts = engine.draft(proposing, engine.chosen.num_draft_tokens, True)
+def _propose(engine: Engine, block: _Block, proposing: set[int], ending: set[int]) -> set[int]:
+    """One sparse round whose tokens stay provisional; returns the rows that want another. Those `ending` draft beside them."""
+    began, room = engine.clock(), _room(engine, ending)
+    drafts = engine.draft(proposing | set(room), engine.chosen.num_draft_tokens, True)
+    _end(engine, block, drafts, room)
     out = engine.verify(drafts, proposing, engine.select(drafts, proposing))
     verdict = engine.judge(drafts, out)
     engine.memory.learn_verified(out.queries, verdict.num_accepted, proposing)
@@ -88,45 +117,44 @@ def _propose(engine: Engine, proposing: set[int], judged_by: list[list[tuple[Arr
             continue
         accepted = host.num_accepted[row.row]
         engine.count_drafts(row, drafts.num_drafts[row.row], accepted)
-        room = min(row.remaining - 1, engine.chosen.exact_block - (len(row.tokens) - row.committed))
-        tokens = host.tokens[row.row][: accepted + 1][:room]
+        free = min(row.remaining - 1, engine.chosen.exact_block - (len(row.tokens) - row.committed))
+        tokens = host.tokens[row.row][: accepted + 1][:free]
         if verdict.probabilities is not None:
-            judged_by[row.row] += [(verdict.probabilities, i) for i in range(len(tokens))]
+            block.judged_by[row.row] += [(verdict.probabilities, i) for i in range(len(tokens))]
         open_end = row.extend_provisionally(tokens)
         if open_end and row.remaining > 1 and len(row.tokens) - row.committed < most:
             going.add(row.row)
-    engine.roll_back()
+    engine.roll_back(block.last)
     return going
 
 
-def _dense_check(
-    engine: Engine, offered: list[list[int]], last: list[int], judged_by: list[list[tuple[Array, int]]]
-) -> list[Event]:
-    """One dense pass over all that was proposed; a row's tokens stay up to the first one the target would not have given.
-
-    `last` counts the drafts at the end of each row's `offered` tokens.
-    """
+def _dense_check(engine: Engine, block: _Block, offered: list[list[int]]) -> list[Event]:
+    """One dense pass over all that was proposed; a row's tokens stay up to the first one the target would not have given."""
     began = engine.clock()
-    counts = tuple(len(tokens) for tokens in offered)
+    provisional, last = [len(tokens) for tokens in offered], block.last
+    counts = tuple(n + drafted for n, drafted in zip(provisional, last, strict=True))
     backend = engine.backend
     probabilities = None
-    if any(counts) and any(judged_by):
-        probabilities = backend.ragged_rows([parts[:n] for parts, n in zip(judged_by, counts, strict=True)])
+    if any(counts) and any(block.judged_by):
+        probabilities = backend.ragged_rows([parts[:n] for parts, n in zip(block.judged_by, counts, strict=True)])
     width = max(counts)
     if engine.chosen.exact_block < getattr(backend, "recorded_rows", 0) and engine.warp.greedy and not engine.warp.penalised:
         # A check of fewer rows would be another shape, to be recorded first.
         width = max(width, engine.chosen.exact_block)
-    wide = [[*tokens, *[0] * (width - len(tokens))] for tokens in offered]
-    drafts = Drafts(backend.tokens(wide) if any(counts) else None, counts, probabilities)
+    drafts = Drafts(block.join(engine, offered, width) if any(counts) else None, counts, probabilities)
     taking = {row.row for row in engine.rows if row.active}
     out = engine.verify(drafts, taking, None)
     accept = padded([row.uniforms.draw(n) if row.row in taking else [] for row, n in zip(engine.rows, counts, strict=True)], width)
     final = [row.uniforms.draw(1)[0] if row.row in taking else 0.0 for row in engine.rows]
     verdict = engine.rule.judge(backend, drafts, out.logits, engine.warp, engine.penalty_context(), accept, final)
     engine.memory.learn_verified(out.queries, verdict.num_accepted, taking)
+    # Wherever the check cuts a block, the next drafts read the same set.
+    engine.memory.recede([row.committed - 1 for row in engine.rows])
+    if any(row.remaining > n + 1 for row, n in zip(engine.rows, counts, strict=True) if row.row in taking):
+        engine.foresee(drafts, verdict, taking)
     host = engine.read(verdict, out)
+    engine.drafter.settle(host)
     planned = engine.chosen.num_draft_tokens
-    provisional = [n - drafted for n, drafted in zip(counts, last, strict=True)]
     tested = [row.row for row in engine.rows if last[row.row] and host.num_accepted[row.row] >= provisional[row.row]]
     for b in tested:
         engine.count_drafts(engine.rows[b], last[b], host.num_accepted[b] - provisional[b])

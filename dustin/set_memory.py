@@ -95,6 +95,13 @@ class SetMemory:
                 then if now >= then else max(0, now - recent) for then, now in zip(self.set_lengths, lengths, strict=True)
             )
 
+    def recede(self, lengths: Seq[int]) -> None:
+        """The rows from lengths[b] on are written anew, by a pass that may cut them anywhere: let the draft see those, and the
+        recent ones before them, whatever the set holds of them."""
+        if self.set is not None:
+            recent = self.options.num_recent_tokens
+            self.set_lengths = tuple(min(then, max(0, n - recent)) for then, n in zip(self.set_lengths, lengths, strict=True))
+
     def for_draft(self, lossless: str, lengths: Seq[int], taking: set[int]) -> TokenSet | None:
         """The set that a draft reads, None for everything; `lossless` is the mode where the set changes no token, lengths[b] the
         target's rows.

@@ -46,6 +46,12 @@ def check_lengths(name: str, values: Sequence[int], low: Sequence[int], high: Se
     return tuple(int(value) for value in values)
 
 
+def check_inserted(tokens: Sequence[int], starts: Sequence[int], parts: Sequence[int], counts: Sequence[int]) -> None:
+    """The arguments of a Backend.insert_tokens on arrays of these shapes. Raise ValueError where they do not fit."""
+    begins = check_lengths("starts", starts, [0] * tokens[0], [tokens[1]] * tokens[0])
+    check_lengths("counts", counts, [0] * parts[0], [min(parts[1], tokens[1] - start) for start in begins])
+
+
 def check_copy(source: int, target: int, length: int, lengths: Sequence[int]) -> None:
     """The arguments of a KVCache.copy_row. Raise ValueError on a sequence or a length out of range."""
     for name, row in (("source", source), ("target", target)):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from dustin.backends.common.checks import check_inserted
 from dustin.backends.mlx_metal import loading, ops, sampling, set_ops, sets
 from dustin.backends.mlx_metal.cache import MlxCache, device_info
 from dustin.backends.mlx_metal.model import MlxModel
@@ -87,9 +88,13 @@ class MlxBackend:
         """Join [B, T_i] along T."""
         return mx.concatenate(list(parts), axis=1)
 
-    def host_tokens(self, tokens: mx.array) -> list[list[int]]:
-        """Values of [B, T], waited for."""
-        return tokens.tolist()  # type: ignore[return-value]
+    def insert_tokens(self, tokens: mx.array, starts: Sequence[int], parts: mx.array, counts: Sequence[int]) -> mx.array:
+        """See Backend.insert_tokens."""
+        check_inserted(tokens.shape, starts, parts.shape, counts)
+        at = mx.arange(tokens.shape[1])[None] - mx.array(list(starts))[:, None]
+        inside = (at >= 0) & (at < mx.array(list(counts))[:, None])
+        taken = mx.take_along_axis(parts, mx.clip(at, 0, parts.shape[1] - 1), axis=1)
+        return mx.where(inside, taken.astype(tokens.dtype), tokens)
 
     def read(self, verdict: Verdict, logits: mx.array | None = None, top_logprobs: int | None = None) -> HostVerdict:
         """Host copy of a verdict, waited for once; logprobs of the emitted tokens from logits [B, T, V] where asked for."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dustin.backends.common.checks import check_inserted
 from dustin.backends.numpy_reference import loading, ops, sampling, set_ops
 from dustin.backends.numpy_reference.cache import Cache, Floats, check_lengths
 from dustin.backends.numpy_reference.model import NumpyModel
@@ -48,9 +49,13 @@ class NumpyBackend:
         """Join [B, T_i] along T."""
         return np.concatenate(parts, axis=1)
 
-    def host_tokens(self, tokens: Ints) -> list[list[int]]:
-        """Values of [B, T]."""
-        return tokens.tolist()
+    def insert_tokens(self, tokens: Ints, starts: Sequence[int], parts: Ints, counts: Sequence[int]) -> Ints:
+        """See Backend.insert_tokens."""
+        check_inserted(tokens.shape, starts, parts.shape, counts)
+        made = tokens.copy()
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            made[b, start : start + count] = parts[b, :count]
+        return made
 
     def read(self, verdict: Verdict, logits: Floats | None = None, top_logprobs: int | None = None) -> HostVerdict:
         """Host copy of a verdict; logprobs of the emitted tokens from logits [B, T, V] where asked for."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dustin.backends.common.checks import check_inserted
 from dustin.backends.torch_triton import loading, ops, sampling, set_ops
 from dustin.backends.torch_triton.cache import TorchCache, check_lengths
 from dustin.backends.torch_triton.model import TorchModel
@@ -65,7 +66,7 @@ class TorchBackend:
     ) -> torch.Tensor:
         """See Backend.insert_tokens; waits for nothing."""
         check_inserted(tokens.shape, starts, parts.shape, counts)
-        control = on_device([list(starts), list(counts)], torch.long, self._device)
+        control = ops.on_device([list(starts), list(counts)], torch.long, self._device)
         at = torch.arange(tokens.shape[1], device=self._device) - control[0][:, None]
         inside = (at >= 0) & (at < control[1][:, None])
         return torch.where(inside, parts.gather(1, at.clamp_(0, parts.shape[1] - 1)), tokens)

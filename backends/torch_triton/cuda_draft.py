@@ -32,9 +32,10 @@ Queries = dict[int, torch.Tensor]
 class _Static:
     """What the graphs of one shape read and write in place.
 
-    control [3, B] holds the draft's lengths, tokens fed first, and the length a set was chosen at. What a step leaves for the
-    next: `token` [B, 1], lengths `at` [B], entries `held` [B] of the set and rows in flight; `on` [B] is 1 for rows that take
-    part, `step` [1] counts. `drafts` [B, room] and `queries` [B, room, S, D] collect what the steps made.
+    control [4, B] holds the draft's lengths, tokens fed first, the length a set was chosen at, and for `feed_verdict` the rows
+    that the draft held before. What a step leaves for the next: `token` [B, 1], lengths `at` [B], entries `held` [B] of the set
+    and rows in flight; `on` [B] is 1 for rows that take part, `step` [1] counts. `drafts` [B, room] and `queries` [B, room, S, D]
+    collect what the steps made.
     """
 
     tokens: torch.Tensor
@@ -157,26 +158,27 @@ class DraftChain:
         known: Sequence[int],
         active: Sequence[bool],
         cache: PagedCache,
+        steps: int,
         token_set: TokenSet | None,
         set_lengths: Sequence[int],
         heads: Mapping[int, tuple[int, ...]],
         use_graph: bool,
     ) -> BegunSteps | None:
-        """Launch the steps that follow `verdict`, as many as it judged, from what the device knows of it; nothing is recorded.
+        """Launch `steps` steps that follow `verdict` from what the device knows of it; nothing is recorded.
 
         known[b] tokens, the pending one with them, were there before. See GreedyAhead.draft_ahead.
         """
-        batch, steps = len(known), verdict.tokens.shape[1] - 1
+        batch, judged = len(known), verdict.tokens.shape[1] - 1
         grown = 0
         if token_set is not None:
-            grown = max(n + steps - then for n, then, on in zip(known, set_lengths, active, strict=True) if on)
+            grown = max(n + judged - then for n, then, on in zip(known, set_lengths, active, strict=True) if on)
         key, _, _ = self._key((batch, 2), cache, steps, token_set, grown, heads, use_graph)
         recorded = self.graphs.get(key)
         if recorded is None or (steps > 1 and recorded.later is None):
             return None
         static = recorded.static
         self._fill(static, (known, [int(on) for on in active]), set_lengths, token_set, cache)
-        feed_verdict(verdict.num_accepted, verdict.tokens, static.control, static.tokens, steps)
+        feed_verdict(verdict.num_accepted, verdict.tokens, static.control, static.tokens)
         recorded.begun += 1
         recorded.first()
         recorded.go_on(steps - 1)
@@ -198,7 +200,7 @@ class DraftChain:
         self, tokens: torch.Tensor, cache: PagedCache, width: int | None, room: int, heads: Mapping[int, tuple[int, ...]]
     ) -> _Static:
         batch, device = len(tokens), tokens.device
-        control, drafts = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((3, batch), (batch, room)))
+        control, drafts = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((4, batch), (batch, room)))
         table = torch.zeros(batch, table_columns(cache.page_table.shape[1], device), dtype=torch.int32, device=device)
         dim, dtype = self.forward.config.head_dim, self.forward.weights.embedding.dtype
         queries = {layer: torch.zeros(batch, room, len(h), dim, dtype=dtype, device=device) for layer, h in heads.items()}
@@ -217,7 +219,7 @@ class DraftChain:
     ) -> None:  # fmt: skip
         lengths, counts = rows
         starts = list(set_lengths) if token_set is not None else [0] * len(counts)
-        control = host_values([list(lengths), list(counts), starts], torch.int32, static.control.device)
+        control = host_values([list(lengths), list(counts), starts, list(cache.lengths)], torch.int32, static.control.device)
         static.control.copy_(control, non_blocking=True)
         if static.table_of is None or static.table_of() is not cache:
             static.page_table[:, : cache.page_table.shape[1]].copy_(cache.page_table)
@@ -228,7 +230,7 @@ class DraftChain:
 
     def _first(self, static: _Static, grown: int, heads: Mapping[int, tuple[int, ...]]) -> None:
         """The step that feeds what the draft has not seen, and the slots for all steps."""
-        lengths, counts, starts = static.control
+        lengths, counts, starts, _ = static.control
         width, table, page_size = static.tokens.shape[1], static.page_table, self.forward.pool.page_size
         room = static.drafts.shape[1]
         static.on.copy_(counts > 0)

@@ -123,28 +123,30 @@ def end_step(
     )
 
 
-@triton.jit
-def feed_verdict_kernel(accepted, verdict, control, tokens, batch, width, steps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+# Verdicts of rounds and of checks differ in width.
+@triton.jit(do_not_specialize=["batch", "width"])
+def feed_verdict_kernel(accepted, verdict, control, tokens, batch, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program: what a draft has not seen after a verdict, and how many rows it holds then."""
     begin_dependent(PDL)
     b = tl.arange(0, BLOCK)
     inside = b < batch
     kept = tl.load(accepted + b, mask=inside, other=0)
     known, on = tl.load(control + b, mask=inside, other=0), tl.load(control + batch + b, mask=inside, other=0)
+    held = tl.load(control + 3 * batch + b, mask=inside, other=0)
     # The last draft was never fed: where all were kept it comes before the target's own token.
-    both = (kept >= steps).to(tl.int32)
-    tl.store(control + b, known + tl.minimum(kept, steps - 1), mask=inside)
+    both = ((on > 0) & (held < known + kept)).to(tl.int32)
+    tl.store(control + b, tl.where(on > 0, known + kept - both, held), mask=inside)
     tl.store(control + batch + b, tl.where(on > 0, 1 + both, 0), mask=inside)
     own = verdict + b * width + kept
     tl.store(tokens + 2 * b, tl.load(own - both, mask=inside, other=0).to(tokens.dtype.element_ty), mask=inside)
     tl.store(tokens + 2 * b + 1, tl.load(own, mask=inside, other=0).to(tokens.dtype.element_ty), mask=inside)
 
 
-def feed_verdict(accepted: torch.Tensor, verdict: torch.Tensor, control: torch.Tensor, tokens: torch.Tensor, steps: int) -> None:
-    """For the draft steps after a verdict on `steps` drafts: accepted [B] of them were kept, verdict [B, steps + 1] has these and
-    the target's own token. control [3, B] comes with the tokens that each sequence had with its pending one, and 1 where it takes
-    part: it leaves with the rows that the draft holds of it and the tokens to feed, which go to tokens [B, 2]."""
+def feed_verdict(accepted: torch.Tensor, verdict: torch.Tensor, control: torch.Tensor, tokens: torch.Tensor) -> None:
+    """For the draft steps after a verdict: accepted [B] tokens were kept, verdict [B, any] has these and the target's own.
+
+    control [4, B] comes with the tokens that each sequence had with its pending one, 1 where it takes part, and (its last line)
+    the rows that the draft holds now, at most one fewer than any outcome leaves it to hold. It leaves with the rows that the
+    draft then holds and the tokens to feed, one or two, which go to tokens [B, 2]."""
     batch, width = verdict.shape
-    feed_verdict_kernel[(1,)](
-        accepted, verdict, control, tokens, batch, width, steps, BLOCK=power_of_two(batch), **_options(4)
-    )
+    feed_verdict_kernel[(1,)](accepted, verdict, control, tokens, batch, width, BLOCK=power_of_two(batch), **_options(4))

@@ -227,19 +227,20 @@ class CudaModel:
         known: Sequence[int],
         active: Sequence[bool],
         cache: PagedCache,
+        steps: int,
         *,
         token_set: TokenSet | None = None,
         set_lengths: Sequence[int] = (),
         tap: Tap | None = None,
     ) -> BegunSteps | None:
         """See GreedyAhead.draft_ahead. None where that was never recorded, or a sequence has no room for it."""
-        chain, steps = self._engine(cache.pool).chain, verdict.tokens.shape[1] - 1
+        chain, judged = self._engine(cache.pool).chain, verdict.tokens.shape[1] - 1
         # The rows that a draft holds of a sequence, and those that it would feed, end within this.
-        fits = all(n + 2 * steps <= cache.capacity for n, on in zip(known, active, strict=True) if on)
+        fits = all(n + judged + steps <= cache.capacity for n, on in zip(known, active, strict=True) if on)
         if chain is None or not steps or not fits or not any(active):
             return None
         _, heads = check_forward(self.config.num_layers, verdict.tokens, [0] * len(known), cache, tap, "last")
-        return chain.ahead(verdict, known, active, cache, token_set, set_lengths, heads, self.use_graphs)
+        return chain.ahead(verdict, known, active, cache, steps, token_set, set_lengths, heads, self.use_graphs)
 
     def _nothing(self, batch: int, rows: int, heads: Mapping[int, tuple[int, ...]], tap: Tap | None, logits: str) -> ForwardResult:
         """The result where no row takes part."""

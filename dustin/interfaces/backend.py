@@ -91,8 +91,9 @@ class Backend(Protocol):
         """Join token arrays [B, T_i] along T."""
         ...
 
-    def host_tokens(self, tokens: Array) -> list[list[int]]:
-        """Host values of tokens [B, T]. Waits for the device."""
+    def insert_tokens(self, tokens: Array, starts: Sequence[int], parts: Array, counts: Sequence[int]) -> Array:
+        """tokens [B, T] with the first counts[b] of parts [B, P] in place of those from starts[b] on; a copy. Raise ValueError
+        where they do not fit."""
         ...
 
     def read(self, verdict: Verdict, logits: Array | None = None, top_logprobs: int | None = None) -> HostVerdict:

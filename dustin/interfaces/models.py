@@ -192,6 +192,20 @@ class CompactModel(Protocol):
 
 
 @runtime_checkable
+class ChoosingModel(Protocol):
+    """A model that says which sets its layers choose by a Reselection. Optional: traces show those sets where it does."""
+
+    def chosen_sets(
+        self, queries: Mapping[int, Array], num_tokens: Sequence[int], cache: KVCache, token_set: TokenSet
+    ) -> Mapping[int, Sequence[TokenSet]]:
+        """layer -> its set, or one for each of its kv heads, where it is among those of `token_set.reselection` and of `queries`:
+        what `forward` would have it read. The queries [B, T, Hq, D] are those of all heads, post-RoPE, of the num_tokens[b]
+        valid rows after cache.lengths[b], as a tap of `forward` gives them. The cache stays as it is.
+        """
+        ...
+
+
+@runtime_checkable
 class GreedyChain(Protocol):
     """A model that can take the greedy steps of a draft by itself. Optional: drafters go step by step without it."""
 
@@ -235,15 +249,16 @@ class GreedyAhead(GreedyChain, Protocol):
         known: Sequence[int],
         active: Sequence[bool],
         cache: KVCache,
+        steps: int,
         *,
         token_set: TokenSet | None = None,
         set_lengths: Sequence[int] = (),
         tap: Tap | None = None,
     ) -> BegunDrafts | None:
-        """Begin as many steps as `verdict` judged, on the device's own knowledge of what it kept. None where that cannot be.
+        """Begin `steps` steps after `verdict`, on the device's own knowledge of what it kept. None where that cannot be.
 
-        Row b (where active[b]) had known[b] tokens, the pending one with them, and its draft steps after that were made by
-        `draft_greedy` and judged whole. The cache's lengths stay as they are: what is written lies beyond those of any outcome.
+        Row b (where active[b]) had known[b] tokens, the pending one with them. Of the tokens that any outcome leaves it the cache
+        holds all but the last two at most. Its lengths stay as they are: what is written lies beyond those of any outcome.
         """
         ...
 

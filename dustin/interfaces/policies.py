@@ -157,10 +157,17 @@ class Drafter(Protocol):
         ...
 
     def foresee(
-        self, verdict: Verdict, known: Sequence[int], active: Sequence[bool], draft_set: TokenSet | None, set_lengths: Sequence[int]
+        self,
+        verdict: Verdict,
+        judged: Sequence[int],
+        known: Sequence[int],
+        active: Sequence[bool],
+        steps: int,
+        draft_set: TokenSet | None,
+        set_lengths: Sequence[int],
     ) -> None:
-        """Before the host reads `verdict` on this round's drafts: begin the next ones where that can be done. known[b] counts the
-        working tokens of row b before it; set and lengths as in RoundState."""
+        """Before the host reads `verdict` on judged[b] tokens of row b: begin `steps` further drafts where that can be done.
+        known[b] counts the working tokens of row b before the judged ones; set and lengths as in RoundState."""
         ...
 
     def settle(self, verdict: HostVerdict) -> None:

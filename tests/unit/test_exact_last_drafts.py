@@ -66,9 +66,18 @@ def test_a_sampled_batch_draws_what_single_runs_draw() -> None:
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
-def test_host_tokens_gives_back_what_tokens_took(name: str) -> None:
+def test_last_drafts_follow_the_provisional_tokens(name: str) -> None:
     pytest.importorskip({"mlx": "mlx.core"}.get(name, name))
     backend = registry.create(name, "cpu")
-    assert backend.host_tokens(backend.tokens([[3, 1, 2], [5]])) == [[3, 1, 2], [5, 0, 0]]
-    joined = backend.concat_tokens([backend.tokens([[7], [8]]), backend.tokens([[1, 2], [3, 4]])])
-    assert backend.host_tokens(joined) == [[7, 1, 2], [8, 3, 4]]
+    tokens, parts = backend.tokens([[3, 1, 2, 9], [5], [4, 6]]), backend.tokens([[7, 8], [1, 2], [3, 4]])
+    for starts, counts, expected in (
+        ((2, 1, 2), (2, 2, 1), [[3, 1, 7, 8], [5, 1, 2, 0], [4, 6, 3, 0]]),
+        ((4, 0, 3), (0, 1, 1), [[3, 1, 2, 9], [1, 0, 0, 0], [4, 6, 0, 3]]),
+    ):
+        assert backend.insert_tokens(tokens, starts, parts, counts).tolist() == expected
+    assert tokens.tolist()[0] == [3, 1, 2, 9]
+    joined = backend.concat_tokens([backend.tokens([[7], [8], [9]]), parts])
+    assert joined.tolist() == [[7, 7, 8], [8, 1, 2], [9, 3, 4]]
+    for starts, counts in (((3, 0, 0), (2, 0, 0)), ((0, 0, 0), (3, 0, 0)), ((0, -1, 0), (1, 1, 1)), ((0, 0), (1, 1))):
+        with pytest.raises(ValueError, match=r"(starts|counts).*expected"):
+            backend.insert_tokens(tokens, starts, parts, counts)

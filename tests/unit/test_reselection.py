@@ -384,8 +384,8 @@ def test_cuda_encodes_the_layers_that_choose():
         model = torch_model(CudaModel)
         model.fit_compact_keys(TEXT, 32)
         cache, every = filled(backend, model), (0, 1, 2, 3)
-        sets = [dataclasses.replace(first_set(backend), reselection=Reselection({layer: every for layer in part}, BUDGET, 2, 4, rank=32))
-                for part in (layers, (0, 1))]  # fmt: skip
+        again = [Reselection({layer: every for layer in part}, BUDGET, 2, 4, rank=32) for part in (layers, (0, 1))]
+        sets = [dataclasses.replace(first_set(backend), reselection=each) for each in again]
         model.forward(fed(backend), ROWS, cache, token_set=sets[0])
         assert set(cache.pool.compact[model.compact]) == set(layers)
         cache.rollback(LENGTHS)
