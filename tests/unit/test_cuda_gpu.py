@@ -143,7 +143,6 @@ def test_scores_and_sets_replayed_equal_those_launched():
 
 
 def test_a_single_prompts_pieces_are_recorded_when_they_come_again():
-    from dustin.backends.torch_triton import cuda_model
     from dustin.interfaces import Tap
 
     _, model = make_models(torch.bfloat16)
@@ -155,14 +154,15 @@ def test_a_single_prompts_pieces_are_recorded_when_they_come_again():
         results = []
         for _ in range(3):
             cache = model.new_cache(4, 1600)
-            for rows, logits in ((300, "none"), (90, "none"), (cuda_model.PROMPT_ROWS, "none"), (70, "last")):
+            for rows, logits in ((300, "none"), (90, "none"), (1000, "none"), (70, "last"), (27, "last")):
                 tokens = torch.randint(0, 1000, (4, rows), device="cuda", generator=generator)
                 results.append(model.forward(tokens, [0, rows, 0, 0], cache, tap=tap if logits == "last" else None, logits=logits))
-            assert cache.lengths == (0, 300 + 90 + cuda_model.PROMPT_ROWS + 70, 0, 0)
+            assert cache.lengths == (0, 300 + 90 + 1000 + 70 + 27, 0, 0)
             recorded.append(len(model._engine(cache.pool).graphs))
             del cache
         outs.append(results)
-    assert recorded == [0, 0, 0, 0, 4, 4]
+    # The shortest is recorded at once, and without graphs its inputs are kept as if it were.
+    assert recorded == [1, 1, 1, 2, 6, 6]
     for eager, graph in zip(*outs, strict=True):
         if eager.logits is not None:
             # A padded product may be another kernel.
