@@ -19,7 +19,7 @@ from dustin.backends.torch_triton.cache import check_lengths
 from dustin.backends.torch_triton.cuda_cache import PagedCache
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_memory import named_shortage
-from dustin.backends.torch_triton.cuda_model import MAX_GRAPH_ROWS, CudaModel
+from dustin.backends.torch_triton.cuda_model import MAX_GRAPH_ROWS, PROMPT_ROWS, CudaModel
 from dustin.backends.torch_triton.cuda_replay import Inputs, Replays
 from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.backends.torch_triton.reselection import MAX_SELECTED, SCORE_ROWS
@@ -68,6 +68,11 @@ class CudaBackend(TorchBackend):
         """The driver's name of the GPU, by which measured costs are found; empty where several ranks share the work."""
         several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" and not several else ""
+
+    @property
+    def recorded_prompt_rows(self) -> int:
+        """Rows of one prompt, read alone, up to which a call is recorded; 0 without graphs."""
+        return PROMPT_ROWS if self._replays.possible else 0
 
     @property
     def warms_up(self) -> bool:

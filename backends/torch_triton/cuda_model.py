@@ -31,8 +31,9 @@ from dustin.triton_kernels.runtime import power_of_two
 # Calls with more rows a sequence (prefill chunks) run eager: launches do not limit them, and their shapes vary.
 MAX_GRAPH_ROWS = 64
 # ... but for those of one prompt alone, which a server reads between the rounds of others: up to so many rows, rounded up to a
-# power of two, are recorded when they come again. Launching them takes four times as long as the work of a 1.5B model on an H200.
-PROMPT_ROWS = 1024
+# power of two, are recorded when they come again. Launching them takes 20 ms of the host, as much as a 1.5B model takes for 4,096
+# rows on an H200, and longer where the host has streams to serve.
+PROMPT_ROWS = 4096
 # Row counts above the first are rounded up to the second where a graph may serve them: the dense checks of mode exact have
 # any number of rows up to the block's, and a graph for each would take longer to make than to use.
 EXACT_ROWS, ROW_MULTIPLE = 8, 4
@@ -60,8 +61,8 @@ class CudaModel:
         self._fitted: dict[int, compact_keys.CompactKeys] = {}
         self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
         self._engines: list[_Engine] = []
-        # Shapes of single prompts' pieces that came before.
-        self._prompts: set[tuple[Any, ...]] = set()
+        # Shapes of single prompts' pieces that came before, and whether they are recorded (None: they came once).
+        self._prompts: dict[tuple[Any, ...], bool | None] = {}
         self.spec = spec_of(config, weights, name)
 
     @property
@@ -122,17 +123,17 @@ class CudaModel:
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, logits)
         if not any(counts):
             return self._nothing(batch, rows, heads, tap, logits)
-        if rows > MAX_GRAPH_ROWS and token_set is None and not all(counts):
+        # The end of a prompt may be short.
+        least = EXACT_ROWS if logits != "all" and sum(map(bool, counts)) == 1 else MAX_GRAPH_ROWS
+        if rows > least and token_set is None and not all(counts):
             return self._forward_some(tokens, counts, cache, tap, logits)
         graph = self.use_graphs and rows <= MAX_GRAPH_ROWS
-        if EXACT_ROWS < rows <= MAX_GRAPH_ROWS:
-            tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
         last_row_only = bool(tap and tap.last_row_only)
         if isinstance(cache, CachePart) and batch == 1 and rows <= PROMPT_ROWS and self.use_graphs and self.peers is None:
             wide = power_of_two(rows)
-            seen = (wide, logits, last_row_only, *heads)
-            tokens, graph = F.pad(tokens, (0, wide - rows)), seen in self._prompts
-            self._prompts.add(seen)
+            tokens, graph = F.pad(tokens, (0, wide - rows)), graph or self._comes_again((wide, logits, last_row_only, *heads))
+        elif EXACT_ROWS < rows <= MAX_GRAPH_ROWS:
+            tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
         variant = None if self.peers is None else self.peers.variant
         again = Rechoice.of(token_set.reselection, self.compact, cache) if token_set is not None else None
         call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant, again)
@@ -144,6 +145,18 @@ class CudaModel:
             out = out[:, :rows] if out is not None and logits == "all" else out
             queries = queries if last_row_only else {layer: q[:, :rows] for layer, q in queries.items()}
         return ForwardResult(out, queries)
+
+    def _comes_again(self, shape: tuple[Any, ...]) -> bool:
+        """Whether a piece of a single prompt of this shape, its rows first, came before and its recording, which keeps memory of
+        its own for what is between its kernels, fits."""
+        if shape not in self._prompts:
+            self._prompts[shape] = None
+            return False
+        if self._prompts[shape] is None:
+            c, size = self.config, self.weights.embedding.element_size()
+            between = shape[0] * (3 * c.intermediate_size + 8 * c.hidden_size) * size
+            self._prompts[shape] = torch.cuda.mem_get_info(self.device)[0] > 2 * between
+        return bool(self._prompts[shape])
 
     def _forward_some(
         self, tokens: torch.Tensor, counts: Sequence[int], cache: PagedCache, tap: Tap | None, logits: str
