@@ -181,8 +181,7 @@ class Engine:
     def _round(self, mode: str) -> list[Event]:
         began = self.clock()
         taking = {row.row for row in self.rows if row.active}
-        if self._ahead is not None:
-            taking = self._ahead.those(self.rows, taking)
+        taking = taking if self._ahead is None else self._ahead.those(self.rows, taking)
         sparse = mode not in ("ar", "dense")
         planned = 0 if mode == "ar" else self.chosen.num_draft_tokens
         choosing = sparse or (mode == "dense" and self._drafts_sparsely())
