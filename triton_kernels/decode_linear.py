@@ -77,6 +77,22 @@ def prefetch_weights(
 
 
 @triton.jit
+def sum_splits(acc, part, counter, split, SPLITS: tl.constexpr, STEP: tl.constexpr):
+    """(sum of all programs' `acc` in their order, True) in the program that ends last, which leaves `counter` at zero; anything
+    and False in the others. `part` is where the tile's partials lie, STEP elements apart."""
+    tl.store(part + split * STEP, acc)
+    # All stores precede the release of the counter; its acquire precedes the reads of the last to arrive.
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if last:
+        acc = tl.zeros(acc.shape, tl.float32)
+        for other in tl.static_range(SPLITS):
+            acc += tl.load(part + other * STEP, cache_modifier=".cg")
+        tl.store(counter, 0)
+    return acc, last
+
+
+@triton.jit
 def load_weights(w, columns, inside, k, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, MASK_N: tl.constexpr):
     """Weight tile [BLOCK_K, N], or [PARTS, BLOCK_K, N], of the given columns (rows of w) and depths from k on."""
     if PARTS == 1:

@@ -16,6 +16,9 @@ from .runtime import INTERPRETED
 EMPTY_WORD = tl.constexpr(EMPTY)
 # A global of kernels: inline assembly exists on a GPU only.
 IN_REGISTERS = tl.constexpr(not INTERPRETED)
+# Stores of a word where operand 3 is not 0.
+_STORE = "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], %s; mov.u32 $0, 0; }"
+STORE_VALUE, STORE_EMPTY = tl.constexpr(_STORE % "$2"), tl.constexpr(_STORE % "0xFFC0DEAD")
 
 
 @triton.jit
@@ -29,16 +32,16 @@ def handed_words(handed, place, rows, columns, BLOCK_D: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
-def put(words, value, keep):
-    """Store int32 values where `keep`, from the threads that hold them."""
+def put(words, value, keep, EMPTIED: tl.constexpr = False):
+    """Store int32 values where `keep`, from the threads that hold them, or with EMPTIED in place of each EMPTY."""
     if IN_REGISTERS:
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2; mov.u32 $0, 0; }", "=r,l,r,r",
+            STORE_EMPTY if EMPTIED else STORE_VALUE, "=r,l,r,r",
             [tl.broadcast(words.to(tl.int64), value)[0], value, tl.broadcast(keep.to(tl.int32), value)[0]],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        tl.store(words, value, mask=keep)
+        tl.store(words, tl.full(value.shape, EMPTY_WORD, tl.int32) if EMPTIED else value, mask=keep)
 
 
 @triton.jit
@@ -75,19 +78,6 @@ def missing(o):
 
 
 @triton.jit
-def clear(words, like, keep):
-    """Make words EMPTY where `keep`, from the threads that hold `like`."""
-    if IN_REGISTERS:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], 0xFFC0DEAD; mov.u32 $0, 0; }", "=r,l,r,r",
-            [tl.broadcast(words.to(tl.int64), like)[0], like, tl.broadcast(keep.to(tl.int32), like)[0]],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.store(words, tl.full(like.shape, EMPTY_WORD, tl.int32), mask=keep)
-
-
-@triton.jit
 def hand_over(
     acc, m_i, l_i, handed, out, group, split, active, b, t, head, dims, in_tile, valid, T, num_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
@@ -119,9 +109,9 @@ def hand_over(
                     o_s = take(words, o_s, every)
                 # Empty again for the next launch: its programs write after this one has ended. Threads may share a word.
                 tl.debug_barrier()
-                clear(words, o_s, every)
-                clear(tops, m_s, valid)
-                clear(tops + BLOCK_M, l_s, valid)
+                put(words, o_s, every, EMPTIED=True)
+                put(tops, m_s, valid, EMPTIED=True)
+                put(tops + BLOCK_M, l_s, valid, EMPTIED=True)
                 m_s = tl.where(valid, m_s.to(tl.float32, bitcast=True), float("-inf"))
                 top = tl.maximum(m_s, m_i)
                 shift = tl.where(top == float("-inf"), 0.0, top)

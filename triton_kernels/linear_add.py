@@ -15,6 +15,7 @@ from .decode_linear import (
     load_weights,
     prefetch_options,
     prefetch_weights,
+    sum_splits,
     swapped_product,
 )
 from .runtime import begin_dependent, check_tensor, power_of_two
@@ -65,15 +66,7 @@ def add_kernel(
     last = True
     if SPLITS > 1:
         part = partials + (tile * SPLITS * BLOCK_M + rows[:, None]) * BLOCK_N + lane[None, :]
-        tl.store(part + split * BLOCK_M * BLOCK_N, acc)
-        # All stores precede the release of the counter; its acquire precedes the reads of the last to arrive.
-        tl.debug_barrier()
-        last = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for other in tl.static_range(SPLITS):
-                acc += tl.load(part + other * BLOCK_M * BLOCK_N, cache_modifier=".cg")
-            tl.store(counters + tile, 0)
+        acc, last = sum_splits(acc, part, counters + tile, split, SPLITS, BLOCK_M * BLOCK_N)
     if last:
         if BIAS:
             acc += shift

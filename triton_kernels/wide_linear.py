@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .decode_linear import DTYPES, MAX_ROWS, launch_options
+from .decode_linear import DTYPES, MAX_ROWS, launch_options, sum_splits
 from .runtime import begin_dependent, check_tensor, num_multiprocessors, power_of_two
 
 
@@ -62,15 +62,7 @@ def wide_linear_kernel(
     last = True
     if SPLITS > 1:
         part = partials + (tile * SPLITS * BLOCK_N + lane[:, None]) * BLOCK_M + rows[None, :]
-        tl.store(part + split * BLOCK_N * BLOCK_M, acc)
-        # All stores precede the release of the counter; its acquire precedes the reads of the last to arrive.
-        tl.debug_barrier()
-        last = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in tl.static_range(SPLITS):
-                acc += tl.load(part + other * BLOCK_N * BLOCK_M, cache_modifier=".cg")
-            tl.store(counters + tile, 0)
+        acc, last = sum_splits(acc, part, counters + tile, split, SPLITS, BLOCK_N * BLOCK_M)
     if last:
         dtype = out.dtype.element_ty
         if BIAS:
