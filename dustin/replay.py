@@ -167,7 +167,7 @@ class Replay:
             history = self.backend.gather_rows(mine, [self.height - 1] * self._batch, selector.history_rows) if mine else None
             compared.append(self.backend.compare_logits(known.logits, out.logits, known.following))
             recovery.append(self._recovered(chosen, known))
-            scored += selector.cost.target_bytes + selector.cost.draft_bytes
+            scored += selector.cost.target_bytes + selector.cost.draft_bytes + selector.cost.own_bytes
             read += self._read_bytes(chosen, lengths)
             dense += ReadBytes(self.target.model.spec).tokens(sum(lengths))
             if rectify is not None and (i + 1 - first_sparse) * self.height >= rectify:

@@ -58,7 +58,7 @@ class QuotaSelector(BaseSelector):
         tap, options = self._scoring.reselection, self._options
         if not tap.heads:
             return None
-        self.cost.target_bytes += ReadBytes(context.target.spec).reselection(self._scoring, sum(context.lengths))
+        self.cost.own_bytes = ReadBytes(context.target.spec).reselection(self._scoring, sum(context.lengths))
         # With the lag, no set may depend on the drafts that it will judge: the pending token's queries alone choose.
         rows = 1 if options.lookahead_lag == 1 else self._scoring.reselection_rows
         windows = (options.num_sink_tokens, options.num_recent_tokens)

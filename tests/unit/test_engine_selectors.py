@@ -9,9 +9,12 @@ import pytest
 from dustin.config import SELECTORS, EngineOptions, RequestOptions
 from dustin.engine import Engine
 from dustin.generation import Session
-from dustin.scoring import heuristic
+from dustin.interfaces import TokenSet
+from dustin.plans import Plan
+from dustin.scoring import all_heads, heuristic
+from dustin.sequence import Sequence as Row
 from dustin.stats import Stats
-from tests.unit.engine_helpers import backend, draft, greedy, run, target
+from tests.unit.engine_helpers import backend, draft, greedy, make_engine, run, target
 
 PROMPTS = [[(5 * i + 11 * j) % 47 for i in range(52 + 9 * j)] for j in range(3)]
 REQUEST = RequestOptions(max_tokens=9)
@@ -49,6 +52,28 @@ def test_all_layers_dense_equals_dense_decoding_whatever_the_budget() -> None:
     assert made == [list(greedy(tuple(prompt), 9)) for prompt in PROMPTS]
     fewer = decode(replace(SPARSE, dense_layers=(1,)))[1]
     assert decode(SPARSE)[1].kv_bytes_read < fewer.kv_bytes_read < stats.kv_bytes_read
+
+
+def test_layers_that_choose_anew_are_counted_where_they_do() -> None:
+    """In a dense round the set is the draft's alone, and no layer of the target chooses."""
+    shared = heuristic(target().spec, draft().spec)
+    own = replace(shared, reselection=all_heads(target().spec, [1]))
+    read = {
+        (mode, scoring is own): decode(replace(SPARSE, mode=mode), scoring=scoring)[1].kv_bytes_read
+        for mode in ("sparse", "dense")
+        for scoring in (shared, own)
+    }
+    assert read["dense", True] == read["dense", False] and read["sparse", True] > read["sparse", False]
+
+
+@pytest.mark.parametrize("budget", [0, 12])
+def test_dense_layers_are_counted_beyond_the_budget_in_use(budget: int) -> None:
+    engine = make_engine(SPARSE, "none")
+    engine.start([Row(0, PROMPTS[0], RequestOptions(max_tokens=4), 4, frozenset(), None)], target().new_cache(1, 200))
+    engine.chosen, before = Plan("exact", 0, 4, budget), engine.stats.kv_bytes_read
+    engine.count_verification([1], TokenSet(None, None, dense_layers=(1,)))
+    token, layers, used = target().spec.bytes_per_kv_token, target().spec.num_layers, budget or SPARSE.budget
+    assert engine.stats.kv_bytes_read - before == used * token + (len(PROMPTS[0]) - used) * token // layers
 
 
 @pytest.mark.parametrize(
