@@ -19,6 +19,7 @@ from bench.fidelity_cells import Cell, Pair, Way, chat_replay, named_scoring, te
 from bench.fidelity_documents import make, word_lists
 from bench.fidelity_plan import SHORT, TRACKS, best_heads, compared_profiles, fitting, further, of_text, required, shares, ways_of
 from bench.fidelity_run import Bench, load_pair, plain
+from dustin.interfaces import CompactModel
 
 
 @click.command()
@@ -28,6 +29,7 @@ from bench.fidelity_run import Bench, load_pair, plain
 @click.option("--documents", type=click.IntRange(1), default=12, show_default=True)
 @click.option("--tokens", default=193, show_default=True, help="Continuation of a document, for chat and text.")
 @click.option("--questions", default=8, show_default=True, help="Questions a document and context.")
+@click.option("--ways", type=click.IntRange(0), default=0, help="Ways to answer them, dense attention's first. Default: all.")
 @click.option("--at-once", type=click.IntRange(1), default=36, show_default=True, help="Questions of a batch, longest context.")
 @click.option("--drift-tokens", default=1025, show_default=True, help="0: no drift track.")
 @click.option("--gamma", type=click.IntRange(1, 15), default=5, show_default=True)
@@ -131,9 +133,10 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, tracks: l
     budget = 1024 if context > SHORT else 256
 
     def possible(wanted: list[Cell]) -> list[Cell]:
-        # Without a draft there is no lookahead: these would be the history alone.
-        alone = bench.session.draft is None
-        return [cell for cell in wanted if not alone or cell.selector not in ("lookahead", "specattn") and not cell.lag]
+        # Without a draft there is no lookahead: these would be the history alone. Without compact keys no layer chooses.
+        alone, compact = bench.session.draft is None, isinstance(bench.session.target, CompactModel)
+        kept = [cell for cell in wanted if compact or cell.heads != "high"]
+        return [cell for cell in kept if not alone or cell.selector not in ("lookahead", "specattn") and not cell.lag]
 
     def chat(wanted: list[Cell], end: float, study: bool = False) -> None:
         replay, texts = chat_replay(pair, context, opts["tokens"], gamma, known[0] if known else None)
@@ -157,7 +160,8 @@ def _one_context(bench: Bench, pair: Pair, context: int, until: float, tracks: l
         bench.acceptance(pair, context, ways, opts["tokens"] - 1, end)
 
     def tasks(end: float) -> None:
-        bench.tasks(pair, context, ways_of(bench.session, profiles, context), end)
+        ways = ways_of(bench.session, profiles, context)
+        bench.tasks(pair, context, ways[: opts["ways"] or len(ways)], end)
 
     parts = {
         "tasks": tasks, "chat": lambda end: chat(cells, end), "text": text, "acceptance": accepted,

@@ -10,13 +10,14 @@ from typing import Any
 from bench.fidelity_documents import TASKS, Document, suffix
 from dustin.cli_options import LayerList
 from dustin.config import EngineOptions, RequestOptions
+from dustin.drafting import ModelDrafter
 from dustin.engine import Engine
 from dustin.generation import Session
 from dustin.interfaces import SelectionContext, Tap
 from dustin.reading import continue_greedily, read_prompts
 from dustin.replay import Reading, Replay
-from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic
-from dustin.selection import create_selector, prepare
+from dustin.scoring import ReadBytes, Scoring, all_heads, budget_within, full_layers, heuristic, scoring_bytes
+from dustin.selection import create_selector, prepare, with_fidelity
 from dustin.selectors.peers import OracleSelector
 from dustin.sequence import Sequence
 from dustin.stats import Stats
@@ -28,8 +29,9 @@ POOL = 4096
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row is about: selector, scoring heads by name, budget in tokens (0: whatever fits `bytes_of` tokens' bytes); with
-    `lag` 1 it sees the lookahead of the round before."""
+    """What a row is about: selector, scoring heads by name, budget in tokens (0: whatever fits `bytes_of` tokens' bytes; with
+    `like` what the bytes of `budget` tokens and of scoring by those heads hold). With `lag` 1 it sees the lookahead of the round
+    before."""
 
     selector: str
     heads: str
@@ -37,6 +39,7 @@ class Cell:
     bytes_of: int = 0
     top_mass: float | None = None
     lag: int = 0
+    like: str = ""
 
 
 class Pair:
@@ -107,7 +110,8 @@ def text_replay(pair: Pair, context: int, tokens: int, gamma: int) -> Replay:
 
 
 def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> Scoring:
-    """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), none, or one of `profiles`.
+    """Scoring heads by name: heuristic, one (layer), mid (layers at 0.5-0.7, all heads), high (`--fidelity high`), none, or one of
+    `profiles`.
 
     With `/8` all tokens are scored every 8th round, in between a pool of POOL. With `+every4` the rows in flight choose anew at
     every 4th layer from the 3rd on, with `+every1` at each; with a further `c32` by compact keys of 32 numbers (`c32r4`: the first
@@ -135,6 +139,8 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
         return profiles[name]
     if name == "heuristic":
         return base
+    if name == "high":
+        return with_fidelity(EngineOptions(fidelity="high", drafter="draft" if draft else "lookup"), base, session.target)
     if name == "ahead":
         # The draft's scores alone: for the draft's own reading, where the target's layers choose for themselves.
         return replace(base, target=Tap({}))
@@ -150,15 +156,19 @@ def named_scoring(name: str, session: Session, profiles: dict[str, Scoring]) -> 
             for spec in (target, draft)
         ]
         return replace(base, target=taps[0], draft=taps[1])
-    raise ValueError(f"heads are {name!r}, expected heuristic, one, mid or one of {', '.join(profiles)}")
+    raise ValueError(f"heads are {name!r}, expected heuristic, one, mid, high or one of {', '.join(profiles)}")
 
 
-def budget_of(cell: Cell, scoring: Scoring, session: Session, context: int) -> int:
-    """The cell's budget, or what the bytes of `bytes_of` tokens leave after scoring (METHOD section 8), in steps of 64."""
-    if not cell.bytes_of:
+def budget_of(cell: Cell, scoring: Scoring, session: Session, context: int, profiles: dict[str, Scoring]) -> int:
+    """The cell's budget, or what the bytes of `bytes_of` tokens, or of `budget` tokens chosen by `like`, leave after scoring
+    (METHOD section 8), in steps of 64."""
+    if not cell.bytes_of and not cell.like:
         return cell.budget
     target, draft = session.target.spec, session.draft.spec if session.draft else None
-    return budget_within(ReadBytes(target).tokens(cell.bytes_of), scoring, target, draft, context)
+    allowed = ReadBytes(target).tokens(cell.bytes_of or cell.budget)
+    if cell.like:
+        allowed += scoring_bytes(named_scoring(cell.like, session, profiles), target, draft, context, cell.budget)
+    return budget_within(allowed, scoring, target, draft, context)
 
 
 def replay_cell(replay: Replay, cell: Cell, scoring: Scoring, budget: int, session: Session, **how: Any) -> Any:
@@ -293,8 +303,8 @@ def generate(
     inner = Session(session.backend, session.target, session.tokenizer, options, session.draft)
     inner._scorings = {("auto", drafter == "draft"): way.scoring}
     engine = inner.make_engine(Engine, inner.resolve(RequestOptions()), way.stats)
-    if session.draft is not None:
-        engine.drafter.resume(caches[1])  # type: ignore[attr-defined]
+    if isinstance(engine.drafter, ModelDrafter):
+        engine.drafter.resume(caches[1])
     request = RequestOptions(max_tokens=tokens, ignore_eos=ignore_eos)
     eos = frozenset(session.tokenizer.eos_ids)  # type: ignore[union-attr]
     rows = [Sequence(i, prompt, request, tokens, eos, None) for i, prompt in enumerate(prompts)]

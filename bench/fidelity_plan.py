@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from bench.fidelity_cells import Cell, Way, named_scoring
-from dustin.interfaces import Tap
+from dustin.interfaces import CompactModel, Tap
 from dustin.scoring import Scoring, without_own_sets
 
 # Tracks of questions, by the kinds that count for them.
@@ -26,39 +26,44 @@ SHORT = 2048
 
 
 def required(profiles: Collection[str]) -> list[Cell]:
-    """What the tables need first: `dustin` at every budget, equal bytes (scoring included), the halves of the method, peers."""
+    """What the tables need, the most asked for first: `dustin` at k = 1,024 and at equal bytes (scoring included), what says why it
+    loses (perfect prediction, sets of the layers' own), every budget, the halves of the method, peers."""
     best, others = best_heads(profiles), [name for name in profiles if name not in ("profile", "srh")]
     srh = ["srh"] if "srh" in profiles else []
-    cells = [Cell("dense", "heuristic", 1024)]
-    cells += [Cell("dustin", best, budget) for budget in (1024, 512, 2048, 256, 128)]
-    if best == "profile":
-        cells += [Cell("dustin", "heuristic", budget) for budget in (1024, 512, 2048)]
-    cells += [Cell("dustin", name, budget) for name in others for budget in (1024, 512)]
-    cells += [Cell("dustin", "mid", budget) for budget in (1024, 512)]
-    same = dict.fromkeys([best, *others, "heuristic", *srh])
-    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in same]
-    cells += [Cell("dustin", name, 0, bytes_of=3072) for name in dict.fromkeys([best, *others, "heuristic", "mid"])]
+    plain = [] if best == "heuristic" else ["heuristic"]
+    cells = [Cell("dense", "heuristic", 1024), Cell("dustin", best, 1024), Cell("dustin", best, 0, bytes_of=1536)]
+    cells += [Cell("dustin", name, 1024) for name in [*others, "mid", *plain, "high"]]
+    cells += [Cell("dustin", best, 1024, like="mid")]
+    cells += [Cell("oracle", "heuristic", 1024), Cell("oracle by layer", "heuristic", 1024)]
+    cells += [Cell("dustin", best, budget) for budget in (512, 2048)] + [Cell("dustin", "high", 2048)]
+    cells += [Cell("dustin", best, 0, bytes_of=3072), Cell("dustin", "mid", 0, bytes_of=3072)]
     for budget in (512, 1024):
-        cells += [Cell("oracle", "heuristic", budget)]
-        cells += [Cell(name, best, budget) for name in PEERS if name != "quest" or budget == 512]
-    return cells
+        cells += [Cell("oracle", "heuristic", budget)] if budget == 512 else []
+        cells += [Cell(name, best, budget) for name in PEERS[:4]]
+    cells += [Cell("dustin", best, budget) for budget in (256, 128)]
+    cells += [Cell("dustin", name, budget) for name in plain for budget in (512, 2048)]
+    cells += [Cell("dustin", name, 512) for name in [*others, "mid", "high"]]
+    same = dict.fromkeys([*others, "heuristic", *srh])
+    cells += [Cell("dustin", name, 0, bytes_of=1536) for name in same]
+    cells += [Cell("dustin", name, 0, bytes_of=3072) for name in dict.fromkeys([*others, "heuristic"])]
+    return cells + [Cell(name, best, budget) for budget in (512, 1024) for name in PEERS[4:]]
 
 
 def further(profiles: Collection[str]) -> list[Cell]:
     """Other forms and options beyond the paper."""
     best = best_heads(profiles)
     srh = ["srh"] if "srh" in profiles else []
-    cells = [Cell("oracle by layer", "heuristic", budget) for budget in (512, 1024, 2048)] + [Cell("oracle", "heuristic", 2048)]
+    cells = [Cell("oracle by layer", "heuristic", budget) for budget in (512, 2048)] + [Cell("oracle", "heuristic", 2048)]
     cells += [Cell("dustin", best, 0, bytes_of=4800), Cell("dustin", "mid", 2048), Cell("dustin", best, 1024, lag=1)]
+    cells += [Cell("dustin", best, 4096), Cell("dustin", "high", 4096)]
     cells += [Cell("dustin", name, budget) for name in ["one", *srh] for budget in (512, 1024)]
     cells += [Cell("dustin", best, 2048, top_mass=0.9), Cell("dustin", best, 2048, top_mass=0.8)]
-    cells += [Cell("dustin", "heuristic/8", 0, bytes_of=1536), Cell("dustin", "heuristic/8", 1024), Cell("quest", best, 1024)]
-    return cells
+    return cells + [Cell("dustin", "heuristic/8", 0, bytes_of=1536), Cell("dustin", "heuristic/8", 1024)]
 
 
 def of_text(cells: list[Cell]) -> list[Cell]:
     """Those replayed on the text track too."""
-    kept = ("dense", "dustin", "oracle", "streaming", "history", "lookahead", "snapkv")
+    kept = ("dense", "dustin", "oracle", "oracle by layer", "streaming", "history", "lookahead", "snapkv")
     return [cell for cell in cells if cell.selector in kept]
 
 
@@ -73,9 +78,10 @@ def best_heads(profiles: Collection[str]) -> str:
 
 
 def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = False) -> list[Way]:
-    """Dense attention, `dustin` at every budget, then the others at a budget of 512 (a quarter of all that on short documents);
-    `few`: those at 512 alone."""
-    best, part = best_heads(profiles), 1 if context > SHORT else 4
+    """Dense attention, `dustin`, what says why it loses points (perfect prediction, sets of the layers' own), the halves of the
+    method and peers, all at a budget of 512 (a quarter of that on short documents), plain decoding, which shows the noise of other
+    batch shapes, then other budgets; `few`: no oracle, noise and other budgets."""
+    best, part, drafted = best_heads(profiles), 1 if context > SHORT else 4, session.draft is not None
 
     def way(selector: str, heads: str, budget: int, mode: str = "sparse") -> Way:
         scoring = scoring_for(selector, named_scoring(heads, session, profiles))
@@ -83,12 +89,19 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
 
     # Where time runs out, what comes last is missing.
     made = [way("dustin", best, 512, "dense"), way("dustin", best, 512)]
-    made += [way("dustin", name, 512) for name in dict.fromkeys([*profiles, "heuristic"]) if name not in (best, "srh")]
-    peers = [name for name in PEERS if session.draft is not None or name not in ("lookahead", "specattn")]
-    made += [way(name, best, 512) for name in peers if not few or name in ("history", "lookahead", "streaming", "snapkv")]
-    if session.draft is not None and not few:
-        made.append(replace(way("dustin", best, 512), sparse_draft=False))
-    return made + [way("dustin", best, budget) for budget in (768, 1024, 2048, 256, 128) if budget // part > 64 and not few]
+    own = [] if few or not isinstance(session.target, CompactModel) else ["high"]
+    others = [name for name in profiles if name not in (best, "srh", "shared set")]
+    made += [way("dustin", name, 512) for name in [*others, *own]]
+    peers = [name for name in PEERS if drafted or name not in ("lookahead", "specattn")]
+    made += [way("oracle", "heuristic", 512)] if not few else []
+    made += [way(name, best, 512) for name in peers if name in PEERS[:4]]
+    made += [way("dustin", name, 512) for name in ("shared set", "heuristic") if name in (*profiles, "heuristic") and name != best]
+    if few:
+        return made
+    made += [way("dustin", best, 512, "ar")] + [way("dustin", best, budget) for budget in (1024, 2048)]
+    made += [replace(way("dustin", best, 512), sparse_draft=False)] if drafted else []
+    made += [way(name, best, 512) for name in peers if name not in PEERS[:4]]
+    return made + [way("dustin", best, budget) for budget in (768, 256, 128) if budget // part > 64]
 
 
 def scoring_for(selector: str, scoring: Scoring) -> Scoring:

@@ -101,7 +101,7 @@ class Bench:
 
     def _replay(self, replay: Any, context: int, track: str, cell: Cell) -> None:
         scoring = scoring_for(cell.selector, named_scoring(cell.heads, self.session, self.profiles))
-        budget = budget_of(cell, scoring, self.session, context)
+        budget = budget_of(cell, scoring, self.session, context, self.profiles)
         if not 64 <= budget < context:
             return
         measured = replay_cell(replay, cell, scoring, budget, self.session)
@@ -109,6 +109,7 @@ class Bench:
         extra: dict[str, Any] = {"bytes_of_budget": cell.bytes_of} if cell.bytes_of else {}
         extra |= {"top_mass": cell.top_mass} if cell.top_mass else {}
         extra |= {"lookahead_lag": cell.lag} if cell.lag else {}
+        extra |= {"bytes_like": f"{cell.like}, k={cell.budget}"} if cell.like else {}
         kinds = [document.kind for document in self.documents]
         where = {"by_document": fidelity_stats.by_document(measured, kinds)} if cell.selector in ("dustin", "oracle") else {}
         self.emit(**row, **extra, scoring=scoring.describe(), **fidelity_stats.cell(measured), **where)

@@ -7,6 +7,12 @@ from typing import Any
 from bench import rows
 
 OUT = rows.RESULTS / "fidelity.jsonl"
+# What a row has that is not about its plain budget.
+NARROWED = ("bytes_of_budget", "bytes_like", "top_mass", "lookahead_lag")
+
+
+# Modes that read everything, by what their lines are called.
+_DENSE = {"dense": "dense attention", "ar": "dense attention, one token at a time"}
 
 
 def _number(row: dict[str, Any], name: str, percent: bool = False, digits: int = 3) -> str:
@@ -18,8 +24,8 @@ def _number(row: dict[str, Any], name: str, percent: bool = False, digits: int =
 
 def _label(row: dict[str, Any]) -> str:
     what = row["selector"] + ("" if row["selector"] in ("dense", "streaming", "oracle", "oracle by layer") else f", {row['heads']}")
-    if row.get("bytes_of_budget"):
-        return f"{what}, bytes of {row['bytes_of_budget']}"
+    if same := row.get("bytes_of_budget") or row.get("bytes_like"):
+        return f"{what}, bytes of {same}"
     extra = f", top mass {row['top_mass']}" if row.get("top_mass") else ", lag 1" if row.get("lookahead_lag") else ""
     extra += ", dense draft" if row.get("sparse_draft") is False else ""
     return f"{what}, k={row['budget']}{extra}"
@@ -86,7 +92,7 @@ def _find(made: list[dict[str, Any]], context: int, track: str, budget: int) -> 
     """The cell of `dustin` with the profile where there is one, else the heuristic."""
     for heads in ("profile", "heuristic"):
         for row in made:
-            plain = "kl" in row and not any(row.get(name) for name in ("bytes_of_budget", "top_mass", "lookahead_lag"))
+            plain = "kl" in row and not any(row.get(name) for name in NARROWED)
             if plain and (row["context"], row["track"], row["selector"], row["heads"]) == (context, track, "dustin", heads):
                 if row["budget"] == budget:
                     return row
@@ -112,7 +118,8 @@ def tasks() -> str:
         if row["mode"] == "dense":
             table.setdefault("dense attention, share of all points", {})[key] = f"{100 * row['accuracy']:.0f} % {count}"
         else:
-            table.setdefault(_label(row), {})[key] = f"{100 * row['accuracy_of_dense']:.0f} % {count}"
+            label = _DENSE.get(row["mode"]) or _label(row)
+            table.setdefault(label, {})[key] = f"{100 * row['accuracy_of_dense']:.0f} % {count}"
     order = {"needle": 0, "tracking": 1, "qa": 2}
     keys = sorted({key for cells in table.values() for key in cells}, key=lambda key: (order[key[0]], key[1]))
     lines = [[label, *(cells.get(key, "") for key in keys)] for label, cells in table.items()]
@@ -127,8 +134,9 @@ def kinds() -> str:
     names = list(dict.fromkeys(kind for row in made for kind in row["by_kind"]))
     table: dict[tuple[int, str], dict[str, str]] = {}
     for row in made:
-        if row["mode"] == "dense" or (row["selector"] in ("dustin", "history", "lookahead", "snapkv") and row["budget"] == 512):
-            label = "dense attention" if row["mode"] == "dense" else _label(row)
+        shown = row["mode"] in _DENSE or row["budget"] == 512
+        if shown and row["selector"] in ("dustin", "history", "lookahead", "snapkv", "oracle"):
+            label = _DENSE.get(row["mode"]) or _label(row)
             cells = table.setdefault((row["context"], label), {})
             cells |= {kind: f"{points:.2f}" for kind, points in row["by_kind"].items()}
     by_context = sorted(table.items(), key=lambda item: item[0][0])

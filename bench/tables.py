@@ -191,6 +191,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exact": exact_table.exact,
     "fidelity": fidelity_tables.fidelity,
     "fidelity_required": fidelity_required.required,
+    "fidelity_unmet": fidelity_required.unmet,
     "fidelity_budgets": fidelity_required.budgets,
     "fidelity_chat": fidelity_tables.chat,
     "fidelity_text": fidelity_tables.text,
