@@ -17,8 +17,11 @@ from dustin.interfaces import (
     AcceptanceRule,
     Array,
     Backend,
+    ChoosingModel,
     Drafts,
     HostVerdict,
+    KVCache,
+    Measures,
     SelectionContext,
     Selector,
     Tap,
@@ -37,8 +40,9 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 class Round:
     """One verification. `length` committed or provisional tokens before it; `kept` source -> ascending positions, or None: all.
 
-    `check` marks the dense check of a block (mode exact). `recovery` has, for each layer, the share of dense attention (of the
-    rows that were kept, over the tokens before the round) that falls into the set.
+    `own` has, for each layer that reads other tokens, those: of all its heads, or of each kv head; None: all. `check` marks the
+    dense check of a block (mode exact). `recovery` has, for each layer, the share of dense attention (of the rows that were kept,
+    over the tokens before the round) that falls into the set it reads.
     """
 
     length: int
@@ -48,6 +52,7 @@ class Round:
     accepted: int = 0
     tail: tuple[int, ...] = ()
     recovery: list[float] | None = None
+    own: dict[int, list[list[int]] | None] = field(default_factory=dict)
 
     @property
     def positions(self) -> list[int]:
@@ -83,6 +88,7 @@ class Trace:
                     "drafted": r.drafted,
                     "accepted": r.accepted,
                     "recovery": r.recovery,
+                    "own": {layer: None if sets is None else [packed(part) for part in sets] for layer, sets in r.own.items()},
                 }
                 for r in self.rounds
             ],
@@ -248,20 +254,32 @@ class Recorder:
             return
         wanted = {id(fits[i * (len(fits) - 1) // max(1, most - 1)]) for i in range(most)} if len(fits) > most else {*map(id, fits)}
         layers = [i for i in range(model.spec.num_layers) if i not in set(model.spec.sliding_layers)]
-        taps = {layer: Tap({layer: tuple(range(model.spec.num_heads))}) for layer in layers}
-        every = Tap({layer: taps[layer].heads[layer] for layer in layers})
+        every = Tap({layer: tuple(range(model.spec.num_heads)) for layer in layers})
         # From the last round to the first, so that one copy of the cache is only ever shortened.
         cache = self._run.cache.take([row.row], capacity=len(trace.tokens) + 1)
         for r in sorted((r for r in fits if id(r) in wanted), key=lambda r: -r.length):
             cache.rollback([r.length])
             fed = trace.tokens[r.length : r.length + 1 + r.accepted]
             out = model.forward(backend.tokens([fed]), [len(fed)], cache, tap=every, logits="none")
-            kept = set(r.positions)
             r.recovery = [0.0] * model.spec.num_layers
             for layer in layers:
-                scores = backend.score({layer: out.queries[layer]}, taps[layer], model, cache, [r.length])
-                mass = scores[0, : r.length].tolist()
-                r.recovery[layer] = round(min(1.0, sum(mass[i] for i in kept) / max(sum(mass), 1e-30)), 4)
+                r.recovery[layer] = round(self._recovered(r, layer, out.queries[layer], cache), 4)
+
+    def _recovered(self, r: Round, layer: int, queries: Array, cache: KVCache) -> float:
+        """The share of the layer's dense attention by these queries of all its heads that falls into what it read."""
+        read = r.own.get(layer, [r.positions])
+        if read is None:
+            return 1.0
+        model, backend = self._session.target, self._session.backend
+        every = Tap({layer: tuple(range(model.spec.num_heads))})
+        group, held, whole = model.spec.num_heads // len(read), 0.0, 0.0
+        for kv, part in enumerate(read):
+            tap, mine = Tap({layer: tuple(range(kv * group, (kv + 1) * group))}), {layer: queries}
+            if len(read) > 1:  # Backends whose kv heads choose can measure.
+                mine = dict(cast(Measures, backend).narrow_queries(mine, every, tap))
+            mass = backend.score(mine, tap, model, cache, [r.length])[0, : r.length].tolist()
+            held, whole = held + sum(mass[i] for i in part), whole + sum(mass)
+        return min(1.0, held / max(whole, 1e-30))
 
     # Inside.
 
@@ -281,7 +299,27 @@ class Recorder:
         length = context.lengths[0]
         tail = tuple(self._engine.rows[0].tokens[self._run.rows[0].prompt_length :])
         kept = None if chosen is None else self._kept(context.backend, chosen, call, length)
-        self._open = Round(length, kept, tail=tail)
+        self._open = Round(length, kept, tail=tail, own={} if chosen is None else self._own(context, chosen))
+
+    def _own(self, context: SelectionContext, chosen: TokenSet) -> dict[int, list[list[int]] | None]:
+        """What layers read in place of the shared set. Those that choose in the forward do so by queries which a forward of the
+        same rows makes here before the engine's: it writes nothing that stays."""
+        own: dict[int, list[list[int]] | None] = dict.fromkeys(chosen.dense_layers)
+        own |= {layer: [_host_row(part)] for layer, part in chosen.by_layer.items()}
+        again, model, cache = chosen.reselection, context.target, context.target_cache
+        if again is None or not again.heads or not isinstance(model, ChoosingModel):
+            return own
+        tap, before = Tap({layer: tuple(range(model.spec.num_heads)) for layer in again.heads}), cache.lengths
+        out = model.forward(context.inflight, context.num_inflight, cache, token_set=chosen, tap=tap, logits="none")
+        cache.rollback(before)
+        made = model.chosen_sets(out.queries, context.num_inflight, cache, chosen)
+        last: list[list[int]] | None = None
+        for layer in range(model.spec.num_layers):
+            if layer in made:
+                last = own[layer] = [_host_row(part) for part in made[layer]]
+            elif again.reuse and last is not None and layer not in own and layer not in model.spec.sliding_layers:
+                own[layer] = last
+        return dict(sorted(own.items()))
 
     def _kept(self, backend: Backend, chosen: TokenSet, call: Any, length: int) -> dict[str, list[int]]:
         """The set by source. The draft's own choice is what the same rule takes when its budget ends after the draft's share."""

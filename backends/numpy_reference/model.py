@@ -238,6 +238,13 @@ class NumpyModel:
         made = [reselected(dataclasses.replace(token_set, reselection=part), q, cache, i, *how) for part in parts]
         return [one for one in made if one is not None]
 
+    def chosen_sets(
+        self, queries: Mapping[int, Floats], num_tokens: Sequence[int], cache: Cache, token_set: TokenSet
+    ) -> dict[int, list[TokenSet]]:
+        """See ChoosingModel."""
+        made = {layer: self._chosen(layer, q, num_tokens, cache, token_set) for layer, q in queries.items()}
+        return {layer: sets for layer, sets in made.items() if sets}
+
     def _heads(self, name: str, x: Floats, position: int) -> Floats:
         """Projected, normed (QK-norm) and turned heads [H, D] of one token."""
         heads = self._linear(f"{name}_proj", x).reshape(-1, self.config.head_dim)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from dustin.backends.torch_triton import compact_keys, rope
 from dustin.backends.torch_triton.cache import check_forward
+from dustin.backends.torch_triton.chosen_sets import ChoosingOnDevice
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
 from dustin.backends.torch_triton.cuda_draft import BegunSteps, DraftChain
@@ -41,7 +42,7 @@ EXACT_ROWS, ROW_MULTIPLE = 8, 4
 SET_MULTIPLE = 64
 
 
-class CudaModel:
+class CudaModel(ChoosingOnDevice):
     """Model of dustin.interfaces. `device` "cpu" works under TRITON_INTERPRET=1 (tests), without graphs."""
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str, peers: Peers | None = None) -> None:

@@ -238,8 +238,18 @@ def test_the_script_of_the_page_is_valid() -> None:
     script = page.split("<script>")[1].split("</script>")[0]
     done = subprocess.run([node, "--check", "-"], input=script, text=True, capture_output=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    unpack = script[script.index("function unpack") : script.index("for (const r of rounds)")]
+    unpack = script[script.index("function unpack") : script.index("// A layer with sets")]
     positions = [0, 1, 2, 7, 50, 51, 4000]
     code = unpack + f"console.log(JSON.stringify(Array.from(unpack({json.dumps(packed(positions))}))))"
     done = subprocess.run([node, "-e", code], text=True, capture_output=True, check=True, timeout=60)
     assert json.loads(done.stdout) == positions
+    # A layer's own set by source: first and recent tokens are those of the round's set, the others its own queries chose.
+    functions = script[script.index("function unpack") : script.index("let sparse")]
+    one = {"kept": {"sink": "0~1", "recent": packed([8, 9]), "draft": "4", "target": "5"}}
+    one["own"] = {"3": [packed([0, 1, 6, 8, 9]), packed([0, 1, 7, 8])], "4": None}
+    code = f"const sources = {json.dumps(SOURCES)}, r = {json.dumps(one)};" + functions
+    code += "const made = [[], [3, 0], [3, 1], [4, 0], [5, 0]].map(a => partsOf(r, ...a));"
+    code += "console.log(JSON.stringify(made.map(parts => parts && parts.map(part => Array.from(part)))))"
+    done = subprocess.run([node, "-e", code], text=True, capture_output=True, check=True, timeout=60)
+    shared = [[0, 1], [8, 9], [4], [5]]
+    assert json.loads(done.stdout) == [shared, [[0, 1], [8, 9], [], [6]], [[0, 1], [8], [], [7]], None, shared]
