@@ -22,6 +22,7 @@ from dustin.generation import Session
 from dustin.sequence import Event
 from dustin.serving import asks, failures, replies
 from dustin.serving.failures import RequestFailure
+from dustin.serving.inbox import Inbox, Outbox
 from dustin.serving.metrics import Metrics
 from dustin.serving.options import ServerOptions
 from dustin.serving.scheduler import Job, Scheduler
@@ -30,7 +31,6 @@ from dustin.text import TextStream
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Bodies from this size on are parsed in a thread: the loop serves the streams meanwhile.
 _LARGE_BODY = 64 * 1024
-_Inbox = asyncio.Queue[tuple[replies.Choice, list[Event] | None]]
 
 
 class Server:
@@ -44,6 +44,8 @@ class Server:
         self.names = names
         self.started = int(time.time())
         self.answers: set[Answer] = set()
+        self._outbox = Outbox()
+        scheduler.flush = self._outbox.flush
 
     def stop(self) -> None:
         """End every answer now, with an error its client can read, whatever the engine's thread is busy with."""
@@ -155,7 +157,7 @@ class Server:
             raise failures.unavailable("the model is not ready: see /health", self.scheduler.state)
         # A long prompt takes a while to tokenise: not in the loop that serves the others.
         prompts = await asyncio.to_thread(self._encode, session, ask)
-        inbox: _Inbox = asyncio.Queue()
+        inbox = Inbox()
         reply = self._jobs(session, ask, prompts, inbox)
         jobs = [choice.job for choice in reply.choices]
         self.scheduler.submit(jobs)
@@ -202,7 +204,7 @@ class Server:
                 raise failures.context_exceeded("max_tokens", len(prompt), ask.max_tokens, context)
         return prompts
 
-    def _jobs(self, session: Session, ask: asks.Ask, prompts: list[list[int]], inbox: _Inbox) -> replies.Reply:
+    def _jobs(self, session: Session, ask: asks.Ask, prompts: list[list[int]], inbox: Inbox) -> replies.Reply:
         total, most = len(prompts) * ask.n, self.options.slots + self.options.max_queue
         if total > most:
             raise failures.bad_field(
@@ -211,7 +213,6 @@ class Server:
         options = self.scheduler.engine_options
         if ask.sampling.temperature > 0 and options.mode == "exact" and options.drafter == "draft" and options.lookahead_lag == 0:
             raise failures.bad_field("temperature", "this server runs with --lookahead-lag 0, which mode exact cannot sample with")
-        loop = asyncio.get_running_loop()
         choices = []
         for index in range(total):
             prompt = prompts[index // ask.n]
@@ -224,7 +225,7 @@ class Server:
             if ask.echo:
                 job.prompt_top_logprobs = ask.top_logprobs
             choice = replies.Choice(index, job, session.tokenizer, echoed)
-            job.deliver = _deliverer(loop, inbox, choice)
+            job.deliver = self._outbox.deliverer(inbox, choice)
             choices.append(choice)
         fingerprint = f"fp_{session.target.spec.fingerprint[:12]}"
         return replies.Reply(ask.chat, self.names[0], fingerprint, choices, ask.top_logprobs is not None, ask.include_usage)
@@ -243,17 +244,10 @@ def _nowhere(events: list[Event] | None) -> None:
     """Replaced before the job is queued."""
 
 
-def _deliverer(loop: asyncio.AbstractEventLoop, inbox: _Inbox, choice: replies.Choice) -> Callable[[list[Event] | None], None]:
-    def deliver(events: list[Event] | None) -> None:
-        loop.call_soon_threadsafe(inbox.put_nowait, (choice, events))
-
-    return deliver
-
-
 class Answer(Response):
     """Sends an answer as it is made, whole or as events; a client that leaves cancels its jobs."""
 
-    def __init__(self, server: Server, ask: asks.Ask, reply: replies.Reply, inbox: _Inbox) -> None:
+    def __init__(self, server: Server, ask: asks.Ask, reply: replies.Reply, inbox: Inbox) -> None:
         super().__init__()
         self._server, self._ask, self._reply, self._inbox = server, ask, reply, inbox
 
@@ -261,7 +255,7 @@ class Answer(Response):
         """The answer ends with what came so far, and the server's farewell."""
         for choice in self._reply.choices:
             choice.job.failure = failures.stopping()
-            self._inbox.put_nowait((choice, None))
+            self._inbox.put((choice, None))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -275,6 +269,7 @@ class Answer(Response):
             if not write.done():
                 write.cancel()
             leave.cancel()
+            self._inbox.close()
             self._server.answers.discard(self)
             self._server.scheduler.cancel([choice.job for choice in self._reply.choices])
             with contextlib.suppress(asyncio.CancelledError, OSError):
@@ -298,12 +293,12 @@ class Answer(Response):
         """What comes from the engine; None events end a choice. Raises a choice's failure."""
         open_choices = len(self._reply.choices)
         while open_choices:
-            choice, events = await self._inbox.get()
-            if events is None:
-                open_choices -= 1
-                if choice.job.failure is not None:
-                    raise choice.job.failure
-            yield choice, events
+            for choice, events in await self._inbox.get():
+                if events is None:
+                    open_choices -= 1
+                    if choice.job.failure is not None:
+                        raise choice.job.failure
+                yield choice, events
 
     async def _stream(self, send: Send) -> Response | None:
         """Events over one connection; None when all is sent. What fails before the first byte is an ordinary error."""
@@ -320,32 +315,34 @@ class Answer(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
+        async def end() -> None:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        self._inbox.beat(self._server.options.keep_alive)
         while open_choices:
-            try:
-                choice, events = await asyncio.wait_for(self._inbox.get(), self._server.options.keep_alive)
-            except TimeoutError:
-                await put(replies.KEEP_ALIVE)
-                continue
-            if events is None and choice.job.failure is not None:
-                if not started:
-                    raise choice.job.failure
-                await put(replies.sse(choice.job.failure.body()))
-                break
-            chunks = []
-            if choice.index not in begun:
-                begun.add(choice.index)
-                chunks.append(reply.opening(choice))
-            if events is None:
-                open_choices -= 1
-                chunks.append(reply.closing(choice))
-            else:
-                chunks.append(reply.piece(choice, events))
-            data = b"".join(replies.sse(chunk) for chunk in chunks if chunk is not None)
+            found = await self._inbox.get()
+            data = replies.KEEP_ALIVE if not found else b""
+            for choice, events in found:
+                if events is None and choice.job.failure is not None:
+                    if not (started or data):
+                        raise choice.job.failure
+                    await put(data + replies.sse(choice.job.failure.body()))
+                    await end()
+                    return None
+                chunks = []
+                if choice.index not in begun:
+                    begun.add(choice.index)
+                    chunks.append(reply.opening(choice))
+                if events is None:
+                    open_choices -= 1
+                    chunks.append(reply.closing(choice))
+                else:
+                    chunks.append(reply.piece(choice, events))
+                data += b"".join(replies.sse(chunk) for chunk in chunks if chunk is not None)
             if data:
                 await put(data)
-        else:
-            await put((replies.sse(reply.usage_chunk()) if self._ask.include_usage else b"") + replies.DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await put((replies.sse(reply.usage_chunk()) if self._ask.include_usage else b"") + replies.DONE)
+        await end()
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
@@ -93,6 +92,8 @@ class Scheduler:
         self.state = "loading"
         self.error: BaseException | None = None
         self.on_stop: Callable[[], None] = lambda: None
+        # Called in the engine's thread after jobs were delivered to.
+        self.flush: Callable[[], None] = lambda: None
         self.say: Callable[[str], None] = lambda message: None
         self._load = load
         self._engine: SlotEngine | None = None
@@ -200,6 +201,7 @@ class Scheduler:
                 self._waiting.clear()
             for job in left:
                 self._end(job, "error", stopping())
+            self.flush()
             self.on_stop()
 
     def _warm_up(self, session: Session) -> None:
@@ -265,6 +267,7 @@ class Scheduler:
                 self._failures = 0
             except Exception as error:
                 self._recover(error)
+            self.flush()
             self._advanced = time.monotonic()
 
     def _drop(self) -> None:
@@ -331,7 +334,7 @@ class Scheduler:
             job.last_at = now
             reason = batch[-1].finish_reason
             if reason is None:
-                self._deliver(job, batch)
+                job.deliver(batch)
                 continue
             self._leave(slot)
             self._durations.append(now - job.created)
@@ -339,8 +342,9 @@ class Scheduler:
                 text = job.sequence.error if job.sequence is not None else None
                 self._end(job, "error", engine_failed(f"the model gave no number: {text}"))
             else:
-                self._deliver(job, batch)
+                job.deliver(batch)
                 self._end(job, reason)
+        self.flush()
 
     def _leave(self, slot: int) -> None:
         del self._running[slot]
@@ -349,13 +353,7 @@ class Scheduler:
     def _end(self, job: Job, outcome: str, failure: RequestFailure | None = None) -> None:
         job.failure = failure
         self.watcher.finished(outcome, time.monotonic() - job.created)
-        self._deliver(job, None)
-
-    @staticmethod
-    def _deliver(job: Job, events: list[Event] | None) -> None:
-        # The receiver's event loop may be gone by now: the job's end is then nobody's concern.
-        with contextlib.suppress(RuntimeError):
-            job.deliver(events)
+        job.deliver(None)
 
     def _recover(self, error: Exception) -> None:
         """A step raised: everyone in a slot is told, and the next ones meet a fresh engine."""
