@@ -22,6 +22,8 @@ MODULES = (
 )  # fmt: skip
 # One document of this many goes on as its text does, the others with the target's answer: sets must serve both.
 TEXT_EVERY = 4
+# Characters that a text's tokens have on average at most, by far.
+_LONGEST_TOKENS = 20
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ def documents(tokenizer: Tokenizer, count: int, context: int, tokens: int, tasks
     return made
 
 
-def reference_text(tokenizer: Tokenizer) -> list[int]:
-    """Tokens of the language reference."""
+def reference_text(tokenizer: Tokenizer, most: int | None = None) -> list[int]:
+    """Tokens of the language reference: the first `most`, or all."""
     from pydoc_data.topics import topics
 
-    return tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False)
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    # Somebody waits for few of them: what lies far beyond is not looked at.
+    text = text if most is None else text[: _LONGEST_TOKENS * most]
+    return tokenizer.encode(text, add_special_tokens=False)[:most]
 
 
 def library_text(tokenizer: Tokenizer) -> list[int]:

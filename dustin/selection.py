@@ -105,7 +105,7 @@ def fitting_text(tokenizer: Tokenizer, spec: ModelSpec) -> list[int]:
     """The tokens that a model's compact keys are fitted to."""
     from dustin.calibration_texts import reference_text  # Few sessions need its text.
 
-    return reference_text(tokenizer)[: min(FITTING_TOKENS, spec.context_length)]
+    return reference_text(tokenizer, min(FITTING_TOKENS, spec.context_length))
 
 
 def usable(scoring: Scoring, target: Model, tokenizer: Tokenizer | None) -> Scoring:

@@ -226,6 +226,7 @@ def test_some_documents_go_on_as_their_text_does() -> None:
     made = documents(Words(), 8, 300, 20)  # type: ignore[arg-type]
     assert [document.following is not None for document in made] == [i % 4 == 3 for i in range(8)]
     whole = reference_text(Words())  # type: ignore[arg-type]
+    assert reference_text(Words(), 900) == whole[:900]  # type: ignore[arg-type]
     for document in made:
         assert len(document.prompt) <= 300
         if document.following is not None:
