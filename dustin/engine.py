@@ -32,6 +32,7 @@ from dustin.interfaces import (
     TokenSet,
     Verdict,
 )
+from dustin.plan_rounds import learn_round, plan_round
 from dustin.planning import AutoPlanner, Look, Plan
 from dustin.prefill import chunk_of, prefill
 from dustin.rectify import rectify
@@ -148,9 +149,7 @@ class Engine:
         began, recorded = time.perf_counter(), self._recording()
         self.chosen = Plan(self.options.mode, self.options.num_draft_tokens, self.options.exact_block)
         if self.planner is not None:
-            lengths = [row.committed for row in self.rows if row.active]
-            self.chosen = self.planner.choose(lengths, len(self.rows) - len(lengths))
-            self.selector.resize(self.chosen.budget or self.options.budget)
+            plan_round(self, self.planner)
         mode = self.chosen.mode
         self.stats.mode_rounds[mode] += 1
         self.looks = []
@@ -171,9 +170,7 @@ class Engine:
         if self.planner is not None:
             recording = max(0.0, self._recording() - recorded)
             # A round that had to wait for steps begun for another mode, or for prompts, tells nothing of its own price.
-            self.planner.record([] if late else self.looks, elapsed - recording, recording)
-            if not self.active or self.stats.rounds % 16 == 0:
-                self.stats.plan = self.planner.as_dict()
+            learn_round(self, self.planner, [] if late else self.looks, events, elapsed - recording, recording)
         return events
 
     # One round.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dustin.cost_model import CardCosts, Forecast
 
 # Old evidence fades to 1/e within so many rounds, and checked tokens: long enough to tell plans apart, short beside a text.
-_MEMORY_ROUNDS, _MEMORY_TOKENS = 40.0, 250.0
+_MEMORY_ROUNDS, _MEMORY_TOKENS = 60.0, 250.0
+# What earlier texts accepted counts for the next as so many observations of each position.
+_CARRIED = 16.0
 # Rates are rounded to this where a table is kept for them.
 _SHARE_STEP = 0.04
 # What a position without evidence is taken to accept, and with how many observations' weight. The real pair: .75 to .83 on
@@ -23,6 +25,8 @@ _CHECK_PRIOR, _CHECK_WEIGHT = 0.93, 8.0
 _SPANS, _SPAN_WEIGHT = (4, 8, 16), 12.0
 # Disagreement with dense attention falls by this power of the budget: .093, .073, .054 at 512, 1024, 2048 tokens of 32k.
 _BUDGET_POWER = 0.39
+# Answers whose lengths are remembered, and how many of them tell what the next may have.
+_ANSWERS, _FEW_ANSWERS = 32, 3
 # What one budget's evidence may count for another, in tokens.
 _SHARED_WEIGHT = 100.0
 
@@ -159,6 +163,14 @@ class Clock:
         return line if bound is None else min(line, bound)
 
 
+@dataclass
+class Ran:
+    """Kinds and sizes of rounds that ran with one number of rows, whatever the context; `warmed`: in a warm-up, at least."""
+
+    sizes: set[tuple[str, int]] = field(default_factory=set)
+    warmed: bool = False
+
+
 class Costs:
     """Seconds for one size of batch and context; what was not timed here comes from the card's cost model, or else from a
     neighbouring size, scaled.
@@ -166,20 +178,23 @@ class Costs:
     `plain` of size 0, `dense` and `sparse BUDGET` rounds by drafts, `check` by the tokens of a block.
     """
 
-    def __init__(
-        self, base: Costs | None = None, forecast: Forecast | None = None, ran: set[tuple[str, int]] | None = None
-    ) -> None:
+    def __init__(self, base: Costs | None = None, forecast: Forecast | None = None, ran: Ran | None = None) -> None:
         """`ran` has the kinds and sizes that ran with as many rows, at whatever context: what is recorded serves all of them."""
         self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
         self._base, self._forecast = base, forecast
-        self._ran = ran if ran is not None else set()
+        self._ran = ran if ran is not None else Ran()
         self._ratio = 1.0
+
+    @property
+    def warmed(self) -> bool:
+        """Whether a warm-up met what may be asked of as many rows."""
+        return self._ran.warmed
 
     def observe(self, kind: str, size: int, seconds: float) -> None:
         """One measurement; where model or neighbour has the same, it tells how they compare."""
         clock = self.clocks[kind]
         clock.observe(size, seconds)
-        self._ran.add((kind, size))
+        self._ran.sizes.add((kind, size))
         if not clock.has(size):
             return
         if self._forecast is not None:
@@ -205,7 +220,7 @@ class Costs:
 
     def tried(self, kind: str, size: int) -> bool:
         """Whether it ran with as many rows, or at the neighbouring size."""
-        return (kind, size) in self._ran or (self._base is not None and self._base.tried(kind, size))
+        return (kind, size) in self._ran.sizes or (not self.warmed and self._base is not None and self._base.tried(kind, size))
 
     def foreseen(self, kind: str, size: int) -> float | None:
         """What the card's cost model says of a size that was not timed here."""
@@ -261,7 +276,7 @@ class Habits:
             checks[budget] = kept * share, checked * share
         # What is known by position is the shape of a curve, which the next text is likely to have too.
         spans = {budget: [[0.3 * k, 0.3 * n] for k, n in known] for budget, known in self.spans.items()}
-        return Habits(self.dense.faded(8.0), self.sparse.faded(8.0), checks, spans, self.rounds_factor)
+        return Habits(self.dense.faded(_CARRIED), self.sparse.faded(_CARRIED), checks, spans, self.rounds_factor)
 
     def check(self, budget: int, kept: Sequence[int], offered: Sequence[int]) -> None:
         """One dense check: of offered[b] tokens the first kept[b] survived."""
@@ -313,12 +328,37 @@ class PriceList:
 
     def __init__(self) -> None:
         self._costs: dict[tuple[str, int, int, int], Costs] = {}
-        self._ran: defaultdict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+        self._ran: defaultdict[tuple[str, int], Ran] = defaultdict(Ran)
         self.habits: dict[str, Habits] = {}
         # Drafter -> what forecasts the costs that were never timed, where something of this card was measured.
         self.cards: dict[str, CardCosts | None] = {}
-        # Seconds of rounds so far.
-        self.elapsed = 0.0
+        # Seconds of rounds so far, and of recording shapes within them.
+        self.elapsed = self.recording = 0.0
+        # Drafter -> seconds in which it reads a token that it missed.
+        self.reading: dict[str, float] = {}
+        self._answers: deque[int] = deque(maxlen=_ANSWERS)
+
+    def warm(self, drafter: str, rows: int, sizes: Iterable[tuple[str, int]]) -> None:
+        """A warm-up met these kinds and sizes of rounds with so many rows."""
+        ran = self._ran[drafter, rows]
+        ran.sizes.update(sizes)
+        ran.warmed = True
+
+    def note_reading(self, drafter: str, seconds: float) -> None:
+        """A draft read tokens that it had missed, each in so many seconds."""
+        before = self.reading.get(drafter, seconds)
+        self.reading[drafter] = before + 0.5 * (seconds - before)
+
+    def note_answer(self, tokens: int) -> None:
+        """An answer of so many tokens ended."""
+        self._answers.append(tokens)
+
+    def tokens_left(self, limit: int | None) -> float | None:
+        """Tokens of a row that are expected still, where no more than `limit` may come: what answers had, at whatever place this
+        one is; None where nobody knows."""
+        if limit is None or len(self._answers) < _FEW_ANSWERS:
+            return limit
+        return min(limit, sum(self._answers) / len(self._answers))
 
     def of(self, drafter: str, lengths: Sequence[int], last: Costs | None, idle: int = 0) -> Costs:
         """The costs at these lengths (tokens of each active row) beside `idle` rows; new ones start from `last` or any of this

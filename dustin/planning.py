@@ -22,7 +22,14 @@ __all__ = ["AutoPlanner", "Look", "Plan"]
 _MIN_KV_SHARE = 0.4
 # Change plans for this much more speed. A mode out of use gets a look for a share of the time: the larger one while it would
 # win if the evidence were one standard error better.
-_MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.15
+_MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.05
+# Drafts are given up for plain decoding where they would lose even if acceptance were so many standard errors better: a few bad
+# rounds are chance, and without drafts nothing is learnt that could correct it.
+_GIVE_UP = 1.0
+# After a round with drafts so many tokens are new to the draft; of so many the time to read them is told from the round's.
+_USUALLY_UNREAD, _FAR_BEHIND = 2, 256
+# A draft that missed tokens reads so many of them in the time of a plain step, until that was timed.
+_READ_PER_STEP = 400.0
 # Steps of plain decoding are timed again for this share of the time, two at once.
 _PLAIN_SHARE = 0.005
 # Plain decoding is timed where it would win if the card's cost model had it too slow by this factor.
@@ -78,7 +85,10 @@ class AutoPlanner:
         self._outlook = Outlook(drafter, self._drafts, self._blocks, self._budgets)
         self._habits: Habits | None = None
         self._costs: Costs | None = None
-        self._plan = Plan("ar")
+        # The plan of this round, and the one that looks at others come back to.
+        self._plan = self._home = AR
+        self._left: int | None = None
+        self._unread = 0
         self._now, self._settled, self._think_at = 0.0, 0, 0
         self._seen_at: dict[tuple[str, int], float] = {}
         self._look_seconds: dict[tuple[str, int], float] = {}
@@ -103,14 +113,18 @@ class AutoPlanner:
 
     # Choosing.
 
-    def choose(self, lengths: Sequence[int], idle: int = 0) -> Plan:
-        """The plan of the next round for rows with these committed lengths (tokens), beside `idle` rows of the batch."""
+    def choose(self, lengths: Sequence[int], idle: int = 0, left: int | None = None, unread: int = 0) -> Plan:
+        """The plan of the next round for rows with these committed lengths (tokens), beside `idle` rows of the batch.
+
+        `left` tokens may still come (None: very many): what costs something first, as recording a shape or the `unread` tokens
+        that the draft has missed, must earn that in the time that they take.
+        """
         if not self._worth_trying(lengths):
-            self._plan = Plan("ar")
+            self._plan = self._home = AR
             return self._plan
         costs = self.prices.of(self._drafter, lengths, self._costs, idle)
         self._settled = self._settled + 1 if costs is self._costs else 0
-        self._costs = costs
+        self._costs, self._left, self._unread = costs, left, unread
         self._length, self._batch = sum(lengths) / len(lengths), len(lengths)
         if 0 < self._settled < self._think_at and not self._looking and self._plan in self._forecast:
             return self._plan
@@ -120,6 +134,7 @@ class AutoPlanner:
         self._again = look if look is not None and self._again is None and look.mode != "exact" else None
         self._looking = look is not None
         before, self._plan = self._plan, look or self._best(budgets)
+        self._home = self._plan if look is None else self._home
         if self._plan != before:
             # A new plan is thought over soon: it may cost more than was foretold.
             self._settled = 0
@@ -141,7 +156,8 @@ class AutoPlanner:
         return self._outlook.plans(self._known_budgets(lengths))
 
     def _speeds(self, budgets: Sequence[int], doubt: float = 0.0) -> dict[Plan, float]:
-        return self._outlook.speeds(self.habits, self.costs, self._length, self._batch, budgets, doubt)
+        speeds = self._outlook.speeds(self.habits, self.costs, self._length, self._batch, budgets, doubt)
+        return {plan: speed for plan, speed in speeds.items() if self._open(plan)} if self.costs.warmed else speeds
 
     def _seconds(self, plan: Plan, hopeful: bool = False) -> float:
         return self._outlook.seconds(self.costs, self.habits, plan, self._length, self._batch, hopeful)
@@ -153,30 +169,61 @@ class AutoPlanner:
         if self._drafts[-1] != middle and self.habits.dense.rates(1)[0] > 0.5:
             probes.append(("dense", self._drafts[-1], Plan("dense", self._drafts[-1])))
         for kind, size, plan in probes:
-            if self.costs.count(kind, size) < 2:
+            if self.costs.count(kind, size) < 2 and self._open(plan):
                 return plan
         block = next((n for n in self._blocks if n >= 15), self._blocks[-1])
         plan = Plan("exact", middle if middle < block else 0, block, self._budget)
-        if budgets and self.costs.count("check", block) < 2 and self._could_win(plan.family, budgets, self._speeds(budgets)):
+        wanted = budgets and self._open(plan) and self.costs.count("check", block) < 2
+        if wanted and self._could_win(plan.family, budgets, self._speeds(budgets)):
             return plan
         return None
 
     def _best(self, budgets: Sequence[int]) -> Plan:
+        """What to do until the next thought: the plan in use, or one that is clearly faster and earns what it costs first."""
         self._forecast = forecast = self._speeds(budgets)
-        current = forecast.get(self._plan, 0.0)
+        home = self._home
+        current = forecast.get(home, 0.0)
+        # What the drafts in use may bring: to give them up takes more than a few bad rounds.
+        hopeful = self._speeds(budgets, _GIVE_UP).get(home, 0.0) if home.mode != "ar" else 0.0
         kept = max((speed for plan, speed in forecast.items() if plan.budget == self._in_use), default=0.0)
         for best in sorted(forecast, key=forecast.__getitem__, reverse=True):
             gain = forecast[best] / current - 1 if current else 1.0
-            if best == self._plan or gain < _MARGIN - 1:
-                return self._plan
+            if best == home or gain < _MARGIN - 1:
+                return home
+            if best.mode == "ar" and forecast[best] < _MARGIN * hopeful:
+                continue
             if best.budget not in (0, self._in_use) and forecast[best] < _BUDGET_MARGIN * kept:
                 continue
-            # What never ran has its capture or compilation to pay: over as long as the session has lasted it must earn that.
-            # The first plan of all pays it whatever it is.
-            if self._tried(best) or self.costs.untouched or gain * self.prices.elapsed >= self.costs.warm_up(best.mode):
+            if self._earned(gain, current, best):
                 self._in_use = best.budget or self._in_use
                 return best
-        return self._plan
+        return home
+
+    def _earned(self, gain: float, speed: float, plan: Plan) -> bool:
+        """Whether `gain` over `speed` (tokens a second of a row) makes up for what `plan` costs first before the answer ends; or
+        that is recording, which later answers find done, and takes a small share of the session's time."""
+        recording, reading = self._recording_of(plan), self._catch_up(plan)
+        left = self.prices.tokens_left(self._left)
+        if left is None:
+            return gain * self.prices.elapsed >= recording
+        if gain / (1 + gain) * left / max(speed, 1e-9) >= recording + reading:
+            return True
+        return reading == 0.0 and self.prices.recording + recording <= _LOOK_SHARE * self.prices.elapsed
+
+    def _recording_of(self, plan: Plan) -> float:
+        """Seconds that a plan takes to record or compile: none once its sizes ran. The first of all pays them whatever it is."""
+        return 0.0 if self.costs.untouched or self._tried(plan) else self.costs.warm_up(plan.mode)
+
+    def _catch_up(self, plan: Plan) -> float:
+        """Seconds that a draft needs first for what it has not read."""
+        if plan.mode == "ar" or self._drafter != "draft" or self._unread <= _USUALLY_UNREAD:
+            return 0.0
+        each = self.prices.reading.get(self._drafter)
+        return self._unread * ((self.costs.seconds("plain", 0) or 1e-3) / _READ_PER_STEP if each is None else each)
+
+    def _open(self, plan: Plan) -> bool:
+        """Whether a plan may be chosen: after a warm-up only what it met, so that nobody's answer waits for a recording."""
+        return not self.costs.warmed or self._tried(plan)
 
     def _tried(self, plan: Plan) -> bool:
         tried = self.costs.tried
@@ -189,17 +236,17 @@ class AutoPlanner:
         if self._now < self._next_look or not self._now:
             return None
         speeds = self._speeds(budgets)
-        current = speeds.get(self._plan, 0.0)
+        current = speeds.get(self._home, 0.0)
         if not self.costs.timed("plain", 0) and _MODEL_DOUBT * speeds[AR] > current:
             # The cost model foretold it: it is what nothing may be slower than, so it is timed where it might win.
             return AR
         doubted = self._speeds(budgets, doubt=1.0)
         waits = []
-        for family in dict.fromkeys(plan.family for plan in speeds if plan.family != self._plan.family):
+        for family in dict.fromkeys(plan.family for plan in speeds if plan.family != self._home.family):
             if family == AR.family:
                 # Nothing may be slower than plain decoding, and what it was timed at may have been an accident: by the clock
                 # alone. A round of any other plan contains one of its steps, whatever they were timed at.
-                wait = min(self._seconds(AR), self._seconds(self._plan)) / _PLAIN_SHARE
+                wait = min(self._seconds(AR), self._seconds(self._home)) / _PLAIN_SHARE
                 due = self._seen_at.get(family, 0.0) + wait
                 if self._now > due:
                     return AR
@@ -210,8 +257,10 @@ class AutoPlanner:
             tried = [plan for plan in plans if self._tried(plan)]
             plan = max(tried or plans, key=doubted.__getitem__)
             doubtful = doubted[plan] > _MARGIN * current
-            costs = self._seconds(plan) + self._look_seconds.get(family, 0.0)
-            costs += 0.0 if tried else self.costs.warm_up(plan.mode)
+            recording = 0.0 if tried else self.costs.warm_up(plan.mode)
+            if recording and not self._earned(max(0.0, doubted[plan] / current - 1), current, plan):
+                continue
+            costs = self._seconds(plan) + max(self._look_seconds.get(family, 0.0), self._catch_up(plan)) + recording
             wait = costs / (_DOUBT_SHARE if doubtful else _LOOK_SHARE)
             due = self._seen_at.get(family, 0.0) + wait
             if self._now > due and (doubtful or self._could_win(family, budgets, speeds)):
@@ -223,8 +272,8 @@ class AutoPlanner:
 
     def _could_win(self, family: tuple[str, int], budgets: Sequence[int], speeds: dict[Plan, float]) -> bool:
         """Whether a plan of this mode and budget would win if every guess were kept and what was never timed were cheap."""
-        now = max(speeds[AR], speeds.get(self._plan, 0.0))
-        plans = [plan for plan in self._outlook.plans(budgets) if plan.family == family]
+        now = max(speeds[AR], speeds.get(self._home, 0.0))
+        plans = [plan for plan in self._outlook.plans(budgets) if plan.family == family and self._open(plan)]
         ideal = ((1 + (plan.exact_block or plan.num_draft_tokens)) / self._seconds(plan, hopeful=True) for plan in plans)
         return any(speed > _MARGIN * now for speed in ideal)
 
@@ -244,6 +293,9 @@ class AutoPlanner:
             excess = seconds - sum(look.seconds for look in looks if look.warm)
             before = 0.0 if self._again is not None else self._look_seconds.get(plan.family, 0.0)
             self._look_seconds[plan.family] = before + (excess if looks and not looks[0].warm else 0.0)
+        if self._unread > _FAR_BEHIND and looks and plan.mode != "ar":
+            self.prices.note_reading(self._drafter, max(0.0, seconds - self._seconds(plan)) / self._unread)
+        self.prices.recording += recording
         for look in looks:
             kind = f"sparse {plan.budget}" if look.kind == "sparse" else look.kind
             size = plan.exact_block if look.kind == "check" else look.planned

@@ -30,7 +30,7 @@ class RandomPlanner(AutoPlanner):
         self._rng = np.random.default_rng(seed)
         self.told: list[tuple[Plan, list[Look]]] = []
 
-    def choose(self, lengths: Sequence[int], idle: int = 0) -> Plan:
+    def choose(self, lengths: Sequence[int], idle: int = 0, left: int | None = None, unread: int = 0) -> Plan:
         self._plan = PLANS[self._rng.integers(len(PLANS))]
         return self._plan
 
@@ -182,7 +182,7 @@ def test_a_set_far_behind_is_not_widened_for_the_draft_of_a_lossless_round(monke
     monkeypatch.setattr("dustin.engine._SPARSE_DRAFT_SHARE", 0.0)
 
     class Planner(AutoPlanner):
-        def choose(self, lengths: Sequence[int], idle: int = 0) -> Plan:
+        def choose(self, lengths: Sequence[int], idle: int = 0, left: int | None = None, unread: int = 0) -> Plan:
             self.rounds = getattr(self, "rounds", 0) + 1
             # Two dense rounds, which choose a set, then plain ones, then dense ones again.
             self._plan = Plan("ar") if 2 < self.rounds < 15 else Plan("dense", 3)
