@@ -79,8 +79,9 @@ class DecodeBench:
         self.results: list[dict[str, Any]] = []
         self.baseline: dict[tuple[int, int], float] = {}
         self.compact: CompactKeys | None = None
-        # Layers that choose in mode own (0: all), and whether the target's history scores there too, for the draft's set.
-        self.choosing, self.history = 0, False
+        # Layers that choose in mode own for those after them too (0: all choose), or those alone that choose beside the shared set;
+        # whether the target's history scores there too, for the draft's set.
+        self.choosing, self.own_layers, self.history = 0, (), False
         self.capture_seconds = 0.0
         # Mode or "draft" -> relative RMS, see decode_checks.
         self.errors: dict[str, float | None] = {}
@@ -177,7 +178,11 @@ class DecodeBench:
             self.speculative(batch, "sparse, sparse draft", True, True, 40 * more)
         elif name == "own":
             label = f"own sets of {self.choosing} layers" if self.choosing else "own sets"
+            if self.own_layers:
+                label = f"own sets of layer {', '.join(map(str, self.own_layers))} beside the shared one"
+            self.history = bool(self.own_layers)
             self.speculative(batch, f"{label}, sparse draft", True, True, 40 * more, decode_own.choice(self, self.budget))
+            self.history = False
         elif name == "rectified":
             self.rectified(batch)
         elif name == "exact":
@@ -314,6 +319,7 @@ class DecodeBench:
 @click.option("--one-kv-head", is_flag=True, help="As --paper-scoring, the four heads of a layer in one kv head.")
 @click.option("--target", default="7b", type=click.Choice(list(TARGETS)), show_default=True, help="Shape of the target.")
 @click.option("--choosing", default=0, show_default=True, help="Layers that choose for those after them too, mode own; 0: all.")
+@click.option("--own-layers", default="", help="Layers that choose beside the shared set, mode own: 7,12. Default: no shared set.")
 @click.option("--regimes", default="", help="Also the best of every mode for these, as CONTEXTxBATCH,...; `all` is the table.")
 @click.option("--acceptance", default="auto", type=click.Choice(["auto", "measured", "geometric"]), show_default=True)
 @click.option("--text", default="", help="Kind of text of the measured histograms. Default: all.")
@@ -323,8 +329,8 @@ class DecodeBench:
 @click.option("--append", is_flag=True, help="Keep the rows that are in the file.")
 def main(
     batches: str, context: int, budget: int, drafts: int, modes: str, blocks: str, last_drafts: int, check_rows: int,
-    paper_scoring: bool, one_kv_head: bool, target: str, choosing: int, regimes: str, acceptance: str, text: str, peers: str,
-    profile: str, output: Path, append: bool,
+    paper_scoring: bool, one_kv_head: bool, target: str, choosing: int, own_layers: str, regimes: str, acceptance: str, text: str,
+    peers: str, profile: str, output: Path, append: bool,
 ) -> None:  # fmt: skip
     """Decoding speed on one GPU, random weights, acceptance replayed."""
     sizes = [int(b) for b in batches.split(",") if b]
@@ -337,7 +343,7 @@ def main(
         most = max(size * (length + SLACK + 64) for length, size in [(context, b) for b in sizes] + cells)
         bench = DecodeBench(context, budget, paper_scoring, drafts, replayed, most, target, one_kv_head)
         bench.last_drafts, bench.check_rows = last_drafts, check_rows
-        bench.choosing = choosing
+        bench.choosing, bench.own_layers = choosing, decode_own.layers_of(own_layers, bench.target.config.num_layers)
         torch.cuda.synchronize()
         plain = [row for row in earlier if row["mode"] == "ar" and row["model"] == bench.model]
         own = {(row["context"], row["batch"]): row["tokens_per_second"] for row in plain}

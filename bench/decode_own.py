@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import click
 import torch
 
 from dustin.backends.torch_triton.compact_keys import CompactKeys, fit
@@ -38,13 +39,26 @@ def encoded(model: CudaModel, pool: Any) -> CompactKeys:
     return made
 
 
+def layers_of(text: str, count: int) -> tuple[int, ...]:
+    """`7,12` as layers of a model of `count`. Raise click.BadParameter on anything else."""
+    try:
+        layers = tuple(sorted({int(part) for part in text.split(",") if part}))
+    except ValueError:
+        layers = (-1,)
+    if any(not 0 <= layer < count for layer in layers):
+        raise click.BadParameter(f"--own-layers is {text!r}, expected layers of 0 to {count - 1} as 7,12")
+    return layers
+
+
 def choice(bench: DecodeBench, budget: int) -> Rechoice:
-    """The kv heads of every layer of the target, or of `bench.choosing` layers for those after them too, choose `budget` tokens;
-    the compact keys are made at first use."""
+    """The kv heads of every layer of the target, of `bench.choosing` layers for those after them too, or of `bench.own_layers`
+    alone, choose `budget` tokens; the compact keys are made at first use."""
     model = bench.target
     if bench.compact is None:
         bench.compact = encoded(model, model.new_cache(1, 64).pool)
     heads, count = tuple(range(model.config.num_heads)), model.config.num_layers
+    if bench.own_layers:
+        return Rechoice(tuple((i, heads) for i in bench.own_layers), budget, 4, 32, 16, bench.compact, True)
     chosen = bench.choosing or count
     layers = tuple((i * count // chosen, heads) for i in range(chosen))
     return Rechoice(layers, budget, 4, 32, 16, bench.compact, True, chosen < count)

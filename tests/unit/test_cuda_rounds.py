@@ -112,7 +112,7 @@ def test_a_round_of_own_sets_equals_the_models_forward(monkeypatch):
     pool = model.new_cache(batch + 1, 128).pool
     for store in (*pool.keys, *pool.values):
         store.normal_(generator=torch.Generator().manual_seed(1))
-    again = decode_own.choice(SimpleNamespace(target=model, compact=None, choosing=0), budget)
+    again = decode_own.choice(SimpleNamespace(target=model, compact=None, choosing=0, own_layers=()), budget)
     cache = model.new_cache(batch, 128)
     assert cache.pool is pool
     target = Side(model, cache, Tap({1: (0, 1, 2, 3)}))
@@ -126,9 +126,30 @@ def test_a_round_of_own_sets_equals_the_models_forward(monkeypatch):
 
     model.compact = again.compact
     cache.advance([context] * batch)
-    everywhere = {layer: (0, 1, 2, 3) for layer in range(2)}
-    chosen = Reselection(everywhere, budget, 4, 32, rank=32, by_kv_head=True)
-    token_set = TokenSet(state.indices.clone(), state.counts.clone(), reselection=chosen)
     tokens = torch.cat([state.pending[:, None], drafts], 1)
-    want = model.forward(tokens, [4] * batch, cache, token_set=token_set).logits
-    assert near(got, want)
+
+    def by_the_model(layers):
+        chosen = Reselection(dict.fromkeys(layers, (0, 1, 2, 3)), budget, 4, 32, rank=32, by_kv_head=True)
+        token_set = TokenSet(state.indices.clone(), state.counts.clone(), reselection=chosen)
+        out = model.forward(tokens, [4] * batch, cache, token_set=token_set).logits
+        cache.rollback([context] * batch)
+        return out
+
+    assert near(got, by_the_model((0, 1)))
+    # One layer beside the shared set.
+    alone = decode_own.choice(SimpleNamespace(target=model, compact=again.compact, choosing=0, own_layers=(1,)), budget)
+    one, _ = Rounds(target, draft, RoundOptions(True, True, 3, budget, again=alone), context, state.accepted).verify(drafts)
+    assert near(one, by_the_model((1,)))
+    assert not near(one, got) and not near(one, shared)
+
+
+def test_layers_that_choose_beside_the_shared_set_are_layers_of_the_model():
+    import click
+
+    from bench.decode_own import layers_of
+
+    assert layers_of("7, 2,7", 28) == (2, 7)
+    assert layers_of("", 28) == ()
+    for text in ("28", "-1", "a"):
+        with pytest.raises(click.BadParameter, match=f"--own-layers is '{text}', expected layers of 0 to 27 as 7,12"):
+            layers_of(text, 28)
