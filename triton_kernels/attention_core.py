@@ -149,6 +149,12 @@ def store_rows(
 
 
 @triton.jit
+def packed_out(out, starts, b, T, width):
+    """`out` for store_rows where a sequence's rows of `width` elements begin at row starts[b]: those that are fed alone."""
+    return out + (tl.load(starts + b).to(tl.int64) - b.to(tl.int64) * T) * width
+
+
+@triton.jit
 def finish_split(
     acc, m_i, l_i, out, part_o, part_ml, counters, group, split, active, b, t, head, dims, in_tile, valid, T, num_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, FUSED: tl.constexpr,
@@ -231,10 +237,10 @@ def merge_partials(
 # Any number of rows, and both lengths of a window, run on one kernel: none of them may compile another within a request.
 @triton.jit(do_not_specialize=["T", "window"])
 def merge_kernel(
-    out, part_o, part_ml, lengths, num_tokens, slot_counts, T, window, num_heads,
+    out, part_o, part_ml, lengths, num_tokens, slot_counts, starts, T, window, num_heads,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SPARSE: tl.constexpr,
-    PDL: tl.constexpr, SETS: tl.constexpr,
+    PDL: tl.constexpr, SETS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Second kernel of the unfused merge: program (sequence and kv head, chunk of BLOCK_R rows, row tile)."""
     begin_dependent(PDL)
@@ -258,6 +264,9 @@ def merge_kernel(
         return
     dims = tl.arange(0, BLOCK_D)
     in_tile = (m < T * G) & (row < BLOCK_M)
+    if PACKED:
+        out = packed_out(out, starts, b, T, num_heads * D)
+        in_tile = in_tile & (t < fed)
     merged = merge_partials(part_o, part_ml, group, active, row, dims, in_tile & (t < fed), BLOCK_D, BLOCK_M, SPLITS)
     store_rows(out, merged, b, t, h * G + m % G, dims, in_tile, T, num_heads, D)
 

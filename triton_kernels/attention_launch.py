@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
@@ -72,21 +74,23 @@ def merge_splits(
     config: AttentionConfig,
     num_kv_heads: int,
     dependent: bool,
+    shape: Sequence[int],
+    starts: torch.Tensor | None = None,
 ) -> None:
-    """Launch the second kernel of an unfused merge into out [B, T, Hq, D]; `slot_counts` [B], or [B * Hkv] where kv
-    heads have sets of their own, says it was a sparse launch."""
+    """Launch the second kernel of an unfused merge into out of `shape` [B, T, Hq, D] (see dense_verify for `starts`). `slot_counts`
+    [B], or [B * Hkv] where kv heads have sets of their own, says it was a sparse launch."""
     if launch.splits == 1 or launch.fused:
         return
-    batch, tokens, num_heads, dim = out.shape
+    batch, tokens, num_heads, dim = shape
     group = num_heads // num_kv_heads
     chunk = min(config.block_m, 4)
     extra = {"launch_pdl": True} if dependent else {}
     sets = 1 if slot_counts is None else len(slot_counts) // batch
     merge_kernel[(batch * num_kv_heads, triton.cdiv(min(config.block_m, tokens * group), chunk), launch.row_tiles)](
-        out, workspace.outputs, workspace.stats, lengths, num_tokens, lengths if slot_counts is None else slot_counts, tokens,
-        window, num_heads,
+        out, workspace.outputs, workspace.stats, lengths, num_tokens, lengths if slot_counts is None else slot_counts,
+        lengths if starts is None else starts, tokens, window, num_heads,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=power_of_two(dim, 16), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_R=chunk, SPLITS=launch.splits, WINDOW=window > 0, SPARSE=slot_counts is not None, PDL=dependent, SETS=sets,
-        num_warps=4,
+        PACKED=starts is not None, num_warps=4,
         **extra,
     )  # fmt: skip

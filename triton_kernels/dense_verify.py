@@ -21,13 +21,14 @@ from .attention_core import (
     dense_split,
     finish_split,
     load_pages,
+    packed_out,
     plan_attention,
     resolve_scale,
     store_rows,
     tile_logits,
 )
 from .attention_launch import check_attention, launch_options, merge_splits, scratch_for
-from .runtime import INTERPRETED, begin_dependent, power_of_two, precision_of
+from .runtime import INTERPRETED, begin_dependent, check_tensor, power_of_two, precision_of
 
 MAX_QUERY_ROWS = 8192
 # Prompts, which have more rows a sequence than this, are split into a power of two: few kernels serve them all.
@@ -37,12 +38,13 @@ FEW_ROWS = 64
 # Prompts have any number of rows, and so of row tiles: neither may compile a kernel of its own (one tile alone does).
 @triton.jit(do_not_specialize_on_alignment=["T", "ROW_TILES"])
 def dense_verify_kernel(
-    q, k_pool, v_pool, page_table, lengths, num_tokens, out, part_o, part_ml, counters,
+    q, k_pool, v_pool, page_table, lengths, num_tokens, starts, out, part_o, part_ml, counters,
     stride_qb, stride_qt, stride_qh, stride_pt, T, window, scale_log2, softcap, ROW_TILES,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     ROW: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, DESCRIBED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, key split, row tile, kv head); neighbours share the sequence's pages.
 
@@ -61,6 +63,9 @@ def dense_verify_kernel(
     t = m // G
     head = h * G + m % G
     in_tile = m < T * G
+    if PACKED:
+        out = packed_out(out, starts, b, T, HKV * G * D)
+        in_tile = in_tile & (t < fed)
     dims = tl.arange(0, BLOCK_D)
     first_row = (tile * BLOCK_M) // G
     if first_row >= fed:
@@ -207,6 +212,7 @@ def dense_verify(
     out: torch.Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
     config: AttentionConfig | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of q [B, T, Hq, D] over committed keys [0, lengths[b]) and in-flight keys up to each row's own.
 
@@ -215,10 +221,16 @@ def dense_verify(
     num_tokens[b] - 1. Row t sees key j when
     j <= lengths[b] + t, and j > lengths[b] + t - window when `window` > 0. Rows at or beyond num_tokens[b] come out
     zero. `max_keys` bounds lengths + T (default: what the page table holds) and only steers the number of splits.
-    Returns [B, T, Hq, D]. Nothing is allocated when `out` and `workspace` are passed. Raises ValueError on bad input.
+    Returns [B, T, Hq, D]; with `starts` [B] int32 `out` [R, Hq, D], where row t of sequence b is starts[b] + t, fed rows alone.
+    Nothing is allocated when `out` and `workspace` are passed. Raises ValueError on bad input.
     """
     given = {"lengths": lengths, "num_tokens": num_tokens}
-    check_attention(q, k_pool, v_pool, page_table, out, MAX_QUERY_ROWS, window, softcap, **given)
+    check_attention(q, k_pool, v_pool, page_table, out if starts is None else None, MAX_QUERY_ROWS, window, softcap, **given)
+    if starts is not None:
+        check_tensor("starts", starts, (len(q),), (torch.int32,), q)
+        if out is None:
+            raise ValueError("out: expected the packed rows [R, Hq, D] that starts points into, got None")
+        check_tensor("out", out, (None, *q.shape[2:]), (q.dtype,), q)
     batch, tokens, num_heads, dim = q.shape
     page_size, num_kv_heads = k_pool.shape[1], k_pool.shape[2]
     capacity = page_table.shape[1] * page_size
@@ -233,13 +245,14 @@ def dense_verify(
     tiles = described(config, k_pool, v_pool)
     keys, values = tiles or (k_pool, v_pool)
     dense_verify_kernel[(batch * launch.splits * launch.row_tiles * num_kv_heads,)](
-        q, keys, values, page_table, lengths, num_tokens, out, workspace.outputs, workspace.stats, workspace.counters,
+        q, keys, values, page_table, lengths, num_tokens, lengths if starts is None else starts, out,
+        workspace.outputs, workspace.stats, workspace.counters,
         q.stride(0), q.stride(1), q.stride(2), page_table.stride(0), tokens, window, scale * math.log2(math.e), softcap,
         launch.row_tiles,
         HKV=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PAGE=page_size,
         SPLITS=launch.splits, ROW=k_pool.stride(1), HEAD=k_pool.stride(2),
         WINDOW=window > 0, SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PDL=dependent,
-        DESCRIBED=tiles is not None, **options,
+        DESCRIBED=tiles is not None, PACKED=starts is not None, **options,
     )  # fmt: skip
-    merge_splits(out, workspace, lengths, num_tokens, None, window, launch, config, num_kv_heads, dependent)
+    merge_splits(out, workspace, lengths, num_tokens, None, window, launch, config, num_kv_heads, dependent, q.shape, starts)
     return out

@@ -14,10 +14,11 @@ from .runtime import INTERPRETED, begin_dependent, check_counts, check_pools, ch
 
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def rope_append_kernel(
-    q, k, v, q_out, k_pool, v_pool, page_table, lengths, num_tokens, cos, sin, q_norm, k_norm,
+    q, k, v, q_out, k_pool, v_pool, page_table, lengths, num_tokens, starts, cos, sin, q_norm, k_norm,
     stride_qb, stride_qt, stride_kb, stride_kt, stride_vb, stride_vt, stride_pt, T, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_H: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, sequence, block of BLOCK_H heads); blocks run over query heads, then over kv heads."""
     begin_dependent(PDL)
@@ -26,6 +27,8 @@ def rope_append_kernel(
     if t >= tl.load(num_tokens + b):
         return
     position = tl.load(lengths + b).to(tl.int64) + t
+    # Where a sequence's rows begin, in strides between sequences; of packed rows those between rows.
+    of_b = tl.load(starts + b).to(tl.int64) if PACKED else b
     half: tl.constexpr = ROTARY // 2
     d = tl.arange(0, BLOCK_D)
     in_head = d < D
@@ -41,7 +44,7 @@ def rope_append_kernel(
     block = tl.program_id(2)
     if block < query_blocks:
         heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        source = q + b * stride_qb + t * stride_qt
+        source = q + of_b * stride_qb + t * stride_qt
         mask = (heads < HQ)[:, None] & in_head[None, :]
         x = tl.load(source + heads[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
         y = tl.load(source + heads[:, None] * D + partner[None, :], mask=mask & rotated[None, :], other=0.0).to(tl.float32)
@@ -54,7 +57,7 @@ def rope_append_kernel(
     else:
         heads = (block - query_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (heads < HKV)[:, None] & in_head[None, :]
-        source = k + b * stride_kb + t * stride_kt
+        source = k + of_b * stride_kb + t * stride_kt
         x = tl.load(source + heads[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
         y = tl.load(source + heads[:, None] * D + partner[None, :], mask=mask & rotated[None, :], other=0.0).to(tl.float32)
         if NORM:
@@ -64,7 +67,8 @@ def rope_append_kernel(
         page = tl.load(page_table + b * stride_pt + position // PAGE).to(tl.int64)
         row = ((page * PAGE + position % PAGE) * ROW + heads * HEAD)[:, None] + d[None, :]
         tl.store(k_pool + row, (x * c[None, :] + y * (sign * s)[None, :]).to(k_pool.dtype.element_ty), mask=mask)
-        tl.store(v_pool + row, tl.load(v + b * stride_vb + t * stride_vt + heads[:, None] * D + d[None, :], mask=mask), mask=mask)
+        values = v + of_b * stride_vb + t * stride_vt + heads[:, None] * D + d[None, :]
+        tl.store(v_pool + row, tl.load(values, mask=mask), mask=mask)
 
 
 def rope_append(
@@ -83,20 +87,29 @@ def rope_append(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     out: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    max_tokens: int = 0,
 ) -> torch.Tensor:
     """Rotate q [B, T, Hq, D] and k [B, T, Hkv, D] at positions lengths[b] + t; append k and v; return q rotated.
 
     q, k, v may be slices of one packed projection: only their last two axes must be contiguous. cos, sin
     [max_positions, R/2] fp32 (R <= D rotary dims; halves rotate against each other; any YaRN factor is already in
     them). q_norm, k_norm [D] apply an RMS norm over D first (QK-norm). Rows at or beyond num_tokens[b] are skipped and
-    their output is undefined. Pools, page_table, lengths, num_tokens as in append_kv. Raises ValueError on bad input.
+    their output is undefined. With `starts` [B] int32 q, k, v are [R, H, D], the fed rows of all sequences, those of b from
+    starts[b] on, and T is `max_tokens`. Pools, page_table, lengths, num_tokens as in append_kv. Raises ValueError on bad input.
     """
-    check_tensor("q", q, (None, None, None, k_pool.shape[3]), (k_pool.dtype,), k_pool, contiguous=False)
-    batch, tokens, num_heads, dim = q.shape
+    batch = len(page_table)
+    if starts is not None:
+        # A row of one token each: strides between sequences are those between rows.
+        q, k, v = (x[:, None] for x in (q, k, v))
+        check_tensor("starts", starts, (batch,), (torch.int32,), q)
+    rows = None if starts is not None else batch
+    check_tensor("q", q, (rows, None, None, k_pool.shape[3]), (k_pool.dtype,), k_pool, contiguous=False)
+    rows, tokens, num_heads, dim = q.shape
     num_kv_heads = k_pool.shape[2]
     check_pools(k_pool, v_pool, page_table, batch)
     for name, tensor in (("k", k), ("v", v)):
-        check_tensor(name, tensor, (batch, tokens, num_kv_heads, dim), (k_pool.dtype,), q, contiguous=False)
+        check_tensor(name, tensor, (rows, tokens, num_kv_heads, dim), (k_pool.dtype,), q, contiguous=False)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[2] > 1 and tensor.stride(2) != dim:
             raise ValueError(f"{name}: expected contiguous [H, D] rows, got strides {tensor.stride()}")
@@ -111,17 +124,20 @@ def rope_append(
     for name, tensor in (("q_norm", q_norm), ("k_norm", k_norm)):
         if tensor is not None:
             check_tensor(name, tensor, (dim,), (torch.bfloat16, torch.float16, torch.float32), q)
+    strides = [(x.stride(0), x.stride(0) if starts is not None else x.stride(1)) for x in (q, k, v)]
+    tokens = max_tokens if starts is not None else tokens
+    shape = (batch, tokens, num_heads, dim)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    check_tensor("out", out, tuple(q.shape), (q.dtype,), q)
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    check_tensor("out", out, shape, (q.dtype,), q)
     block = 8
     options = {} if INTERPRETED else {"launch_pdl": True}
     rope_append_kernel[(tokens, batch, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, block))](
-        q, k, v, out, k_pool, v_pool, page_table, lengths, num_tokens, cos, sin,
-        cos if q_norm is None else q_norm, cos if k_norm is None else k_norm,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), page_table.stride(0), tokens, norm_eps,
+        q, k, v, out, k_pool, v_pool, page_table, lengths, num_tokens, lengths if starts is None else starts,
+        cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm,
+        *strides[0], *strides[1], *strides[2], page_table.stride(0), tokens, norm_eps,
         HQ=num_heads, HKV=num_kv_heads, D=dim, BLOCK_D=power_of_two(dim), ROTARY=rotary, BLOCK_H=block,
         PAGE=k_pool.shape[1], ROW=k_pool.stride(1), HEAD=k_pool.stride(2), NORM=q_norm is not None, PDL=bool(options),
-        num_warps=4, **options,
+        PACKED=starts is not None, num_warps=4, **options,
     )  # fmt: skip
     return out

@@ -281,5 +281,5 @@ def sparse_verify(
         SOFTCAP=softcap > 0, FUSED=launch.fused, PRECISION=precision_of(q.dtype), PREFETCH=prefetch, PDL=dependent,
         SETS=sets, HANDED=launch.num_handed > 0, **options,
     )  # fmt: skip
-    merge_splits(out, workspace, lengths, num_tokens, slot_counts, window, launch, config, num_kv_heads, dependent)
+    merge_splits(out, workspace, lengths, num_tokens, slot_counts, window, launch, config, num_kv_heads, dependent, q.shape)
     return out

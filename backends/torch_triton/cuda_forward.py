@@ -48,10 +48,11 @@ class Slots:
 @dataclass
 class Packed:
     """Which rows of [B, T] go through the products of ragged sequences: `rows` [R] int64 are their places in B * T, `places`
-    [B * T] int64 where each place lies among them."""
+    [B * T] int64 where each place lies among them, `starts` [B] int32 where those of a sequence begin."""
 
     rows: torch.Tensor
     places: torch.Tensor
+    starts: torch.Tensor
 
 
 def pack(num_tokens: torch.Tensor, max_tokens: int, size: int) -> Packed:
@@ -63,7 +64,9 @@ def pack(num_tokens: torch.Tensor, max_tokens: int, size: int) -> Packed:
     owner = torch.searchsorted(ends, at, right=True).clamp_(max=len(ends) - 1)
     rows = owner * max_tokens + (at - starts[owner]).clamp_(max=max_tokens - 1)
     places = (starts[:, None] + torch.arange(max_tokens, device=ends.device)).clamp_(max=size - 1)
-    return Packed(rows, places.flatten())
+    # Should they not fit, some are written over others: nothing is written beyond them.
+    starts = torch.minimum(starts, size - num_tokens).clamp_(min=0).to(torch.int32)
+    return Packed(rows, places.flatten(), starts)
 
 
 @dataclass
@@ -71,7 +74,8 @@ class Inputs:
     """What a forward reads, all on the device: tokens [B, T] int64; lengths (before the step), num_tokens [B] int32;
     page_table [B, max_pages] int32; `shared` is the set of all layers, `by_layer` that of single ones (None = dense); layers
     of `again` that are not among those choose their own. `set_lengths`: see Rechoice.choose, made at the first such layer;
-    `chosen` is what the last one chose, which those after it read where `again` says so. `packed`: the rows that count."""
+    `chosen` is what the last one chose, which those after it read where `again` says so. `packed`: the rows of a
+    dense pass that count."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -142,6 +146,8 @@ class DeviceForward:
         if self.blocks is not None and batch * rows <= self.blocks.max_rows:
             return self._run_blocks(self.blocks, inputs, heads, last_row_only, logits)
         eps, packed = self.config.rms_norm_eps, inputs.packed
+        if packed is not None and (inputs.shared is not None or inputs.by_layer or inputs.again is not None):
+            raise ValueError("packed: expected a dense pass, got one that reads token sets: give it all rows")
         tokens = inputs.tokens.flatten() if packed is None else inputs.tokens.flatten()[packed.rows]
         residual = embed(tokens, self.weights.embedding, self.peers)
         last = None
@@ -151,11 +157,11 @@ class DeviceForward:
         update = None
         for i, layer in enumerate(self.weights.layers):
             qkv = self.products.linear("qkv", add_norm(update, residual, layer.input_norm, eps), layer.qkv)
-            q = self._turn(layer, qkv if packed is None else qkv[packed.places], inputs, i, i in heads)
+            q = self._turn(layer, qkv, inputs, i, i in heads)
             if i in heads:
                 queries[i] = self._capture(q, heads[i], last if last_row_only else None)
-            attended = self._attend(q, inputs, i).view(batch * rows, -1)
-            update = self._product("output", attended if packed is None else attended[packed.rows], layer.output)
+            attended = self._attend(q, inputs, i).view(len(tokens), -1)
+            update = self._product("output", attended, layer.output)
             update = self._mlp(layer, add_norm(update, residual, layer.mlp_norm, eps))
         if logits == "none":
             return None, queries
@@ -229,12 +235,14 @@ class DeviceForward:
         """Queries [B, T, Hq, D] turned to their positions; keys and values go to the pool."""
         c = self.config
         batch, rows = inputs.tokens.shape
-        q, k, v = qkv.view(batch, rows, -1, c.head_dim).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 2)
+        lead = (batch, rows) if inputs.packed is None else (len(qkv),)
+        q, k, v = qkv.view(*lead, -1, c.head_dim).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], -2)
         # rope_append leaves rows that are not fed as they were; captured queries must be finite.
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if clean else None
+        out = torch.zeros(batch, rows, c.num_heads, c.head_dim, dtype=q.dtype, device=q.device) if clean else None
+        packed = {} if inputs.packed is None else {"starts": inputs.packed.starts, "max_tokens": rows}
         return rope_append(
             q, k, v, self.pool.keys[index], self.pool.values[index], inputs.page_table, inputs.lengths, inputs.num_tokens,
-            self._cos, self._sin, q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=c.rms_norm_eps, out=out,
+            self._cos, self._sin, q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=c.rms_norm_eps, out=out, **packed,
         )  # fmt: skip
 
     def _capture(self, q: torch.Tensor, heads: tuple[int, ...], last: torch.Tensor | None) -> torch.Tensor:
@@ -254,9 +262,13 @@ class DeviceForward:
         if inputs.again is not None and inputs.again.reuse and slots is inputs.shared:
             slots = inputs.chosen or slots
         if slots is None:
+            packed = {}
+            if inputs.packed is not None:
+                rows = torch.empty(len(inputs.packed.rows), *q.shape[2:], dtype=q.dtype, device=q.device)
+                packed = {"out": rows, "starts": inputs.packed.starts}
             return dense.dense_verify(
                 q, keys, values, inputs.page_table, inputs.lengths, inputs.num_tokens, window=window,
-                workspace=self._workspace(q, inputs.page_table.shape[1] * self.pool.page_size, sparse_keys=False),
+                workspace=self._workspace(q, inputs.page_table.shape[1] * self.pool.page_size, sparse_keys=False), **packed,
             )  # fmt: skip
         # The launch before wrote the queries and the in-flight rows; slots are older.
         return self._sparse(q, keys, values, inputs, slots, settled=True)

@@ -93,6 +93,30 @@ def test_dense_rows_beyond_one_tile(device: str) -> None:
     check_parity(dense_verify(*case.inputs, config=config), attention(case))
 
 
+def test_dense_into_packed_rows(device: str) -> None:
+    """Fed rows alone, one sequence after another, however splits merge: in one program, in the last one, by a second launch."""
+    small = [((8, 2, 16), 16, [40, 9, 30, 21], [5, 0, 2, 3], 5), ((2, 1, 32), 32, [65, 31], [2, 1], 3)]
+    large = [((28, 4, 128), 64, [1000, 77, 0, 2048], [9, 10, 0, 3], 10), ((14, 2, 64), 16, [700, 64], [1, 16], 16)]
+    for i, shape in enumerate(small if device == "cpu" else large):
+        case = build(device, torch.float16, shape, i)
+        fed, want = case.num_tokens.tolist(), attention(case)
+        starts = (case.num_tokens.cumsum(0) - case.num_tokens).int()
+        wanted = torch.cat([want[b, :n] for b, n in enumerate(fed)])
+        tile = (16, 16) if device == "cpu" else (64, 64)
+        for splits, fused in ((0.01, 8), (40.0, 64), (40.0, 1)):
+            out = torch.full((sum(fed) + 2, *case.q.shape[2:]), 7.0, dtype=case.q.dtype, device=device)
+            config = AttentionConfig(*tile, 4, 2, waves=splits, fused_splits=fused)
+            assert dense_verify(*case.inputs, config=config, out=out, starts=starts) is out
+            check_parity(out[: sum(fed)], wanted)
+            assert (out[sum(fed) :] == 7).all()
+    with pytest.raises(ValueError, match="starts: expected"):
+        dense_verify(*case.inputs, out=out, starts=starts.long())
+    with pytest.raises(ValueError, match="out: expected the packed rows"):
+        dense_verify(*case.inputs, starts=starts)
+    with pytest.raises(ValueError, match="out: expected"):
+        dense_verify(*case.inputs, out=case.q, starts=starts)
+
+
 def counts_of(case, fraction: float = 0.4) -> list[int]:
     return [int(int(n) * fraction) for n in case.lengths]
 

@@ -76,6 +76,19 @@ def test_rope_append(device: str, norm: bool, share: int) -> None:
             q, k, v, case.k_pool, case.v_pool, case.page_table, case.lengths, fed, cos, sin,
             q_norm=weights[0], k_norm=weights[1],
         )  # fmt: skip
+        # The fed rows alone, one sequence after another, give the same to the bit.
+        rows = torch.cat([packed[b, : int(n)] for b, n in enumerate(fed)] + [packed[:1, 0]])
+        parts = [x.unflatten(-1, (-1, dim)) for x in rows.split([num_heads * dim, num_kv_heads * dim, num_kv_heads * dim], -1)]
+        pools = torch.zeros_like(both), torch.zeros_like(both)
+        both_ways = []
+        for pool, given, more in (
+            (pools[0], (q, k, v), {}), (pools[1], parts, {"starts": (fed.cumsum(0) - fed).int(), "max_tokens": 3}),
+        ):  # fmt: skip
+            both_ways.append(rope_append(
+                *given, pool[:, :, :, 0], pool[:, :, :, 1], case.page_table, case.lengths, fed, cos, sin,
+                q_norm=weights[0], k_norm=weights[1], out=torch.zeros(q.shape, dtype=dtype, device=device), **more,
+            ))  # fmt: skip
+        assert torch.equal(*both_ways) and torch.equal(*pools)
         for b in range(3):
             for t in range(int(fed[b])):
                 position = int(case.lengths[b]) + t
