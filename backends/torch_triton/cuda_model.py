@@ -20,6 +20,7 @@ from dustin.backends.torch_triton.cuda_draft import BegunSteps, DraftChain
 from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots, pack
 from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled, table_columns
 from dustin.backends.torch_triton.cuda_memory import named_shortage
+from dustin.backends.torch_triton.cuda_packing import packed_size
 from dustin.backends.torch_triton.cuda_part import BegunCall, CachePart
 from dustin.backends.torch_triton.cuda_recent import Recent
 from dustin.backends.torch_triton.model import Peers
@@ -138,6 +139,8 @@ class CudaModel(ChoosingOnDevice):
         variant = None if self.peers is None else self.peers.variant
         again = Rechoice.of(token_set.reselection, self.compact, cache) if token_set is not None else None
         call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant, again)
+        if EXACT_ROWS < rows <= MAX_GRAPH_ROWS and token_set is None and logits == "all" and self.peers is None:
+            call.packed = packed_size(counts, tokens.shape[1], self.config.hidden_size)
         what = f"{self.spec.name}, a step of {batch} x {tokens.shape[1]} tokens"
         with named_shortage(what, "lower --prefill-chunk, or --max-kv-size, or send fewer prompts at once"):
             out, queries = call.run(tokens, cache.lengths, counts, graph)
@@ -316,6 +319,8 @@ class _Call:
         again: Rechoice | None = None,
     ) -> None:
         self._variant, self._again = variant, again
+        # Rows of the products, where not all go through them.
+        self.packed = 0
         self._engine, self._cache = engine, cache
         self._heads, self._last_row_only, self._logits = heads, last_row_only, logits
         self._dense = frozenset(token_set.dense_layers) if token_set is not None else frozenset()
@@ -332,7 +337,7 @@ class _Call:
         columns = table_columns(self._cache.page_table.shape[1], tokens.device)
         shape = (*tokens.shape, columns, widths, self._dense)
         heads = tuple(sorted(self._heads.items()))
-        key = (*shape, heads, self._last_row_only, self._logits, graph, self._variant, self._again)
+        key = (*shape, heads, self._last_row_only, self._logits, graph, self._variant, self._again, self.packed)
         if not graph and tokens.shape[1] > MAX_GRAPH_ROWS:
             # Prompts come in any number of rows: nothing is kept for each.
             static = self._static(tokens.shape, dict(widths))
@@ -396,7 +401,15 @@ class _Call:
         by_layer: dict[int, Any] = {layer: None for layer in self._dense}
         by_layer.update({layer: slots for layer, slots in made.items() if layer >= 0})
         complete = dataclasses.replace(inputs, shared=made.get(_SHARED), by_layer=by_layer, again=self._again)
-        return self._engine.forward.run(complete, self._heads, self._last_row_only, self._logits)
+        if not self.packed:
+            return self._engine.forward.run(complete, self._heads, self._last_row_only, self._logits)
+        complete.packed = pack(inputs.num_tokens, inputs.tokens.shape[1], self.packed)
+        out, queries = self._engine.forward.run(complete, self._heads, self._last_row_only, self._logits)
+        if out is not None:
+            # Logits of rows that were not fed are those of some that were: finite.
+            fed = complete.packed.places.minimum((inputs.num_tokens.sum() - 1).clamp_(min=0))
+            out = out[0][fed].view(*inputs.tokens.shape, -1)
+        return out, queries
 
 
 # Key of the set that all layers share, beside the layer numbers of those with their own.
