@@ -37,6 +37,9 @@ _MODEL_DOUBT = 1.25
 # A plan is thought over after so many rounds, then whenever it is twice as old, at last every so many: thinking takes a
 # millisecond or two, a third of a short round.
 _THINK_ROUNDS, _THINK_LATER = 4, 24
+# A warm-up meets blocks whose speed is this share of the best other plan's, where a check keeps this share of its tokens; or,
+# without costs of the card, where the KV has so many times the bytes of the weights.
+_NEAR, _USUAL_AGREEMENT, _HEAVY_KV_SHARE = 0.95, (95.0, 100.0), 2.0
 # Checked tokens from which on a budget counts as known.
 _KNOWN_TOKENS = 100.0
 # Agreement is known to a hundredth, which is several hundredths of speed: a budget is left for a clear gain only.
@@ -142,6 +145,22 @@ class AutoPlanner:
         rounds = 4 if self._plan.mode == "exact" else 1
         self._think_at = self._settled + max(_THINK_ROUNDS // rounds, min(_THINK_LATER // rounds, self._settled))
         return self._plan
+
+    def worth_warming(self, lengths: Sequence[int]) -> list[Plan]:
+        """The block, if any, that a warm-up for rows of these lengths should meet beside plain and dense rounds.
+
+        The best, where it is about as fast as dense rounds by the card's costs, or, without those, where much more KV is read than
+        weights are.
+        """
+        if not self._worth_trying(lengths) or not lengths or min(lengths) < 2 * self._budget or self._drafter == "self":
+            return []
+        costs, usual = self.prices.of(self._drafter, lengths, None), Habits(checks={self._budget: _USUAL_AGREEMENT})
+        speeds = self._outlook.speeds(usual, costs, sum(lengths) / len(lengths), len(lengths), self._budgets[:1])
+        best = max((plan for plan in speeds if plan.mode == "exact"), key=speeds.__getitem__)
+        if costs.foreseen("check", best.exact_block) is None:
+            heavy = sum(lengths) * self._spec.bytes_per_kv_token >= _HEAVY_KV_SHARE * self._spec.weight_bytes
+            return [best] if heavy else []
+        return [best] if speeds[best] >= _NEAR * max(speed for plan, speed in speeds.items() if plan.mode != "exact") else []
 
     def _known_budgets(self, lengths: Sequence[int]) -> list[int]:
         """Budgets that blocks are planned with: none in short contexts, nor where the target drafts for itself on a sparse cache,

@@ -62,8 +62,11 @@ def warm_up(
     for greedy in (True, False):
         engine = session.make_engine(SlotEngine, options, Stats())
         # Choosing goes by what was measured, which made-up rounds must not change.
-        engine.planner = None
+        planner, engine.planner = engine.planner, None
         plans = plans_of(options, engine.drafter.name, greedy)
+        if greedy and planner is not None:
+            blocks = [(plan.num_draft_tokens, plan.exact_block) for plan in planner.worth_warming([context] * slots)]
+            plans += [replace(options, mode="exact", num_draft_tokens=n, exact_block=block) for n, block in blocks]
         engine.options = plans[-1]
         engine.open(session.target.new_cache(slots, context), slots, share=False)
         run = _WarmUp(engine, session.target.spec.vocab_size, 0.0 if greedy else 1.0, going)
@@ -78,12 +81,21 @@ def warm_up(
             # Compiled, not recorded: graphs of scores are kept for few contexts, and those are for the real ones.
             for plan in plans[1:] or plans:
                 run.rounds(plan, length, 1 if plan.mode == "exact" else 2)
-        del engine, run
+        if greedy and planner is not None and going():
+            planner.prices.warm(engine.drafter.name, slots, {size for plan in plans for size in _sizes(plan)})
+        del engine, run, planner
         # The pages are free, for the next caches to find them and the graphs over them.
         gc.collect()
         if not going():
             break
     return time.perf_counter() - began
+
+
+def _sizes(plan: EngineOptions) -> list[tuple[str, int]]:
+    """Kinds and sizes of rounds as `Costs` has them."""
+    if plan.mode == "exact":
+        return [(f"sparse {plan.budget}", plan.num_draft_tokens), ("check", plan.exact_block)]
+    return [("plain", 0) if plan.mode == "ar" else (plan.mode, plan.num_draft_tokens)]
 
 
 def doubles(most: int) -> list[int]:
