@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from dustin.self_test import Check, Outputs
 
 _TOKENS, _HEADS, _KV_HEADS, _DIM, _PAGE, _FRESH = 2, 4, 2, 32, 16, 16
-_LENGTHS, _FED = (37, 0, 5), (2, 0, 1)
+_LENGTHS, _FED, _BEGINS = (37, 0, 5), (2, 0, 1), (3, 0, 4)
 _TABLE = ((4, 0, 6), (1, 2, 3), (5, 8, 7))
 _PAGES, _COLUMNS, _SCALE = 9, 40, 0.2
 _BUDGET, _SINKS, _RECENT = 12, 2, 3
@@ -22,6 +22,7 @@ def own_set_checks(device: str) -> Iterator[Check]:
     """One check a launcher, with float16 queries on `device`."""
     layer = _Layer(device)
     for name, run, want in (
+        ("packed_keys", layer.encode_prompts, lambda: {"codes": layer.coded(_BEGINS)}),
         ("packed_rows", layer.pack, layer.packed),
         ("packed_scores", layer.score, layer.scores),
         ("select_best", layer.select, layer.best),
@@ -47,7 +48,7 @@ class _Layer:
         self.mass = rng.random((len(_LENGTHS), _COLUMNS)).astype(np.float32) ** 8
 
     def put(self, values: Any, kind: str = "float32") -> Any:
-        """A copy: packed_rows writes codes in place."""
+        """A copy: codes are written in place."""
         return self.torch.tensor(values, device=self.device, dtype=getattr(self.torch, kind))
 
     @property
@@ -63,18 +64,31 @@ class _Layer:
         rows = packed_rows(self.put(self.q, "float16"), pool, codes, *self.place, *bases, num_rows=_TOKENS, fresh=_FRESH)
         return {"rows": rows.float().cpu().numpy(), "codes": codes.cpu().numpy()}
 
-    def packed(self) -> Outputs:
-        """Codes of the newest keys of each sequence; the others stay."""
+    def encode_prompts(self) -> Outputs:
+        from dustin.triton_kernels.packed_rows import packed_keys
+
+        codes, pool = self.put(self.codes, "int8").flatten(0, 1), self.put(self.keys, "float16")
+        begins, bases = self.put(np.array(_BEGINS), "int32"), (self.put(self.mean), self.put(self.encode))
+        packed_keys(pool, codes, self.place[0], begins, self.place[1], *bases, most=max(_LENGTHS))
+        return {"codes": codes.cpu().numpy()}
+
+    def coded(self, begins: Sequence[int]) -> np.ndarray:
+        """Codes of each sequence's keys from begins[b] on; the others stay."""
         codes = self.codes.reshape(-1, _KV_HEADS, _DIM // 2).copy()
         flat = self.keys.reshape(-1, _KV_HEADS, _DIM)
-        for b, length in enumerate(_LENGTHS):
-            for position in range(max(0, length - _FRESH), length):
+        for b, (begin, length) in enumerate(zip(begins, _LENGTHS, strict=True)):
+            for position in range(begin, length):
                 place = _TABLE[b][position // _PAGE] * _PAGE + position % _PAGE
                 moved = np.einsum("hd,hdr->hr", flat[place] - self.mean, self.encode)
                 low, high = np.split(np.clip(moved, -7, 7).astype(np.int32), 2, -1)
                 codes[place] = ((low & 15) | (high << 4)).astype(np.int8)
+        return codes
+
+    def packed(self) -> Outputs:
+        """Codes of the newest keys of each sequence, and the queries in the basis of the codes."""
         heads = self.decode[np.arange(_HEADS) // (_HEADS // _KV_HEADS)]
-        return {"rows": np.einsum("bthd,hdr->bthr", self.q, heads, dtype=np.float64), "codes": codes}
+        newest = self.coded([max(0, length - _FRESH) for length in _LENGTHS])
+        return {"rows": np.einsum("bthd,hdr->bthr", self.q, heads, dtype=np.float64), "codes": newest}
 
     def score(self) -> Outputs:
         from dustin.triton_kernels.packed_scores import packed_scores

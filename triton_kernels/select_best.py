@@ -100,7 +100,7 @@ def listed(lists, sizes, row, first, chunks, BLOCK: tl.constexpr, TILE: tl.const
     return position, entry < begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def settle_kernel(
     scores, lengths, bins, lists, sizes, indices, counts, stride, columns, budget, sinks, recent, chunks,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,

@@ -122,11 +122,11 @@ from dustin.self_test import Check, judge
 from dustin.self_test_kernels import triton_checks
 
 PLACES = {"accept_greedy": "accept", "accept_sampled": "accept", "norm_qkv": "norm_linear", "norm_gate_up": "norm_linear"}
-PLACES["score_layers"] = "score_heads"
+PLACES |= {"score_layers": "score_heads", "packed_keys": "packed_rows"}
 PLACES |= {"embed_rows": "stream_rows", "last_norm": "stream_rows", "capture_heads": "stream_rows"}
 # What a launcher writes in place, or hides in what it returns.
 WRITTEN = {"append_kv": lambda args, out: args[2], "linear_add": lambda args, out: args[3].residual}
-WRITTEN["embed_rows"] = lambda args, out: out.residual
+WRITTEN |= {"embed_rows": lambda args, out: out.residual, "packed_keys": lambda args, out: args[1]}
 checks = [c for c in triton_checks() if isinstance(c, Check)]
 
 def worse(original, written):
