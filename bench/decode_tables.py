@@ -43,19 +43,20 @@ def decode() -> str:
     """Decode ratios on the GPU: one line a mode and scoring, one column a batch."""
     made = whole_rounds()
     batches = sorted({row["batch"] for row in made})
+    commits = rows.Commits(made)
     cells: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in made:
         plain = row["mode"].split(" ")[0] in ("ar", "transformers") or row["mode"] == "dense"
         replayed = (row.get("acceptance") or "").partition("measured on ")[2] or "geometric, 0.80 a draft"
         key = (_label(row), "" if plain else row["scoring"], replayed if row.get("num_draft_tokens") else "")
-        cells.setdefault(key, {})[row["batch"]] = _cell(row)
+        cells.setdefault(key, {})[row["batch"]] = _cell(row) + commits.mark(row)
     lines = [[*key, *(cell.get(batch, "") for batch in batches)] for key, cell in cells.items()]
     first = made[0]
     note = (
         "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
         f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
-        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; {_reads(made)}commands and commits "
-        f"are in the rows, the first is `{first['command']}` at {first['commit']}."
+        f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; {_reads(made)}commands "
+        f"are in the rows, the first is `{first['command']}`; at {commits}."
     )
     return markdown(["mode", "scoring heads", "acceptance", *(f"batch {batch}" for batch in batches)], lines) + "\n\n" + note
 

@@ -21,15 +21,15 @@ def regimes(target: str) -> str:
     first = next(row for row in grid if row["mode"] == "ar")
     bytes_a_token = sum(first["shapes"][side]["bytes_per_kv_token"] for side in ("target", "draft"))
     lines = []
+    commits = rows.Commits([row for row in grid if row["mode"] == "ar"])
     for context in contexts:
         line = [str(context)]
         for batch in batches:
             cell = {row["mode"]: row for row in grid if (row["context"], row["batch"]) == (context, batch)}
             missing = "does not fit" if context * batch * bytes_a_token > ROOM else ""
-            line.append(_shown(cell) if cell else missing)
+            line.append(_shown(cell) + commits.mark(cell["ar"]) if cell else missing)
         lines.append(line)
     speculative = next(row for row in grid if row.get("acceptance"))
-    commits = ", ".join(sorted({row["commit"] for row in grid}))
     note = (
         f"{first['card']}, {first['model']}, random weights, {first['dtype']}, budget {first['budget']}, scoring "
         f"{first['scoring']}. Ratio to plain decoding of the cell, at the best number of drafts (up to 8) and the best block; "
@@ -95,6 +95,7 @@ def real() -> str:
     texts = list(dict.fromkeys(row["text"] for row in made))
     made.sort(key=lambda row: (texts.index(row["text"]), row["context"], row["batch"]))
     lines = []
+    commits = rows.Commits(made)
     for row in made:
         drafts = f", {row['num_draft_tokens']} drafts" if row.get("num_draft_tokens") and row["mode"] != "auto" else ""
         drafts += f", block {row['exact_block']}" if row.get("exact_block") else ""
@@ -105,7 +106,8 @@ def real() -> str:
         first_ratio = runs[0] * row["ratio"] / row["tokens_per_second"] if runs else None
         brought = (f"{row[name]:.2f}" if row.get(name) else "" for name in ("acceptance_length", "tokens_per_check"))
         lines.append([
-            f"{row['text']}, {row['context']} x {row['batch']}", row["mode"] + drafts, f"{row['tokens_per_second']:.0f}",
+            f"{row['text']}, {row['context']} x {row['batch']}", row["mode"] + drafts + commits.mark(row),
+            f"{row['tokens_per_second']:.0f}",
             f"{row['ratio']:.2f}x", f"{row['full_batch_ratio']:.2f}x" if row.get("full_batch_ratio") else "",
             f"{first_ratio:.2f}x" if first_ratio else "", *brought, f"{row['step_ms']:.2f}",
             f"{host:.2f}" if host is not None else "",
@@ -114,7 +116,6 @@ def real() -> str:
     first = made[0]
     header = ["text, context x batch", "mode", "tok/s", "ratio", "while no row is done", "first run", "a round", "a dense check"]
     header += ["ms a step", "of it host", "identical to ar"]
-    commits = ", ".join(sorted({row["commit"] for row in made}))
     note = (
         f"{first['card']}, {first['model']}, real weights in {first['dtype']}, budget 1024, acceptance measured, through the "
         "engine. A step is a round, in mode exact a checked block; its host time is what the replayed graphs of one step leave "

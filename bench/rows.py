@@ -8,6 +8,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,23 @@ def commit() -> str:
 def command() -> str:
     """The command line that made this row, as a user would type it; BENCH_COMMAND where a script knows better."""
     return os.environ.get("BENCH_COMMAND") or "python -m bench " + " ".join(sys.argv[1:])
+
+
+class Commits:
+    """Which commit each row of a table is of: that of most stands below the table, another has a letter there and at the row."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        """`rows` in the order of the table."""
+        self._usual, *others = [commit for commit, _ in Counter(row["commit"] for row in rows).most_common()]
+        order = dict.fromkeys(row["commit"] for row in rows if row["commit"] in others)
+        self._letters = {commit: chr(ord("a") + i) for i, commit in enumerate(order)}
+
+    def mark(self, row: dict[str, Any]) -> str:
+        """What follows the row's text."""
+        return f" [{self._letters[row['commit']]}]" if row["commit"] in self._letters else ""
+
+    def __str__(self) -> str:
+        return self._usual + "".join(f", [{letter}] at {commit}" for commit, letter in self._letters.items())
 
 
 def processor() -> str:

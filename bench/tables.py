@@ -80,6 +80,7 @@ def pair() -> str:
 def attention() -> str:
     """Attention ratios on the GPU, the round's selection included."""
     made = rows.read(rows.RESULTS / "attention.jsonl")
+    commits = rows.Commits(made)
     lines = [
         [
             row["shape"],
@@ -87,7 +88,7 @@ def attention() -> str:
             str(row["batch"]),
             str(row["budget"]),
             row["scoring"].split(" + ")[0] + (f", {row['dense_layers']} layer dense" if row["dense_layers"] else ""),
-            f"{row['ratio']:.1f}x",
+            f"{row['ratio']:.1f}x" + commits.mark(row),
             f"{row['ratio_attention_only']:.1f}x",
             f"{row['sparse_attention_us_per_layer']:.1f}",
             f"{row['selection_us_per_round']:.0f}",
@@ -103,7 +104,7 @@ def attention() -> str:
     first = made[0]
     note = (
         f"{first['card']}, six query rows, random weights; scoring besides: 3 draft layers x 4 heads of 1 kv head, every round; "
-        f"`{first['command']}` at {first['commit']}."
+        f"`{first['command']}` at {commits}."
     )
     return markdown(header, lines) + "\n\n" + note
 

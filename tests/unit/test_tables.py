@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import decode_tables
+from bench import rows as result_rows
 from bench.tables import PAGES, TABLES, regenerate
 
 
@@ -19,6 +20,14 @@ def test_tables_are_generated_from_the_result_rows(page: Path) -> None:
 def test_every_table_is_shown_somewhere() -> None:
     text = "".join(page.read_text() for page in PAGES)
     assert [name for name in TABLES if f"<!-- table:{name} -->" not in text] == []
+
+
+def test_a_table_says_which_commit_a_row_is_of() -> None:
+    made = [{"commit": name} for name in ("old", "new", "older", "new", "new", "old")]
+    commits = result_rows.Commits(made)
+    assert [commits.mark(row) for row in made] == [" [a]", "", " [b]", "", "", " [a]"]
+    assert str(commits) == "new, [a] at old, [b] at older"
+    assert str(result_rows.Commits(made[:1])) == "old"
 
 
 def test_when_tokens_are_read_is_said_of_the_rows_that_say_so() -> None:
