@@ -15,10 +15,11 @@ from typing import Any
 
 import click
 
-from bench.fidelity_cells import Cell, Pair, Way, chat_replay, named_scoring, text_replay
+from bench.fidelity_cells import BY_LAYER, Cell, Pair, Way, by_layer, chat_replay, named_scoring, text_replay
 from bench.fidelity_documents import make, word_lists
 from bench.fidelity_plan import SHORT, TRACKS, best_heads, compared_profiles, fitting, further, of_text, required, shares, ways_of
 from bench.fidelity_run import Bench, load_pair, plain
+from dustin import add_selector
 from dustin.interfaces import CompactModel
 
 
@@ -65,11 +66,13 @@ def run(session: Any, opts: dict[str, Any]) -> None:
     contexts = _lengths("--contexts", opts["contexts"])
     regions = sorted({*contexts, *(_lengths("--regions", opts["regions"]) if opts["regions"] else ())})
     longest, lists = max(contexts), ["words"] if "words" in tracks else []
-    long_answers = opts["drift_tokens"] if "drift" in tracks and min(contexts) == longest else 0
+    # Room for a question before them too.
+    long_answers = opts["drift_tokens"] + 80 if opts["drift_tokens"] and "drift" in tracks and min(contexts) == longest else 0
     room = max(opts["tokens"], long_answers, 160) + 128
     most = session.target.spec.context_length
     if max(regions) + room > most:
         raise click.UsageError(f"context {max(regions)} and {room} tokens more do not fit the model's {most}")
+    add_selector(BY_LAYER, partial(by_layer, session))
     plain(session.backend)
     profiles = compared_profiles(session, opts)
     bench = Bench(session, opts, profiles)

@@ -25,6 +25,7 @@ from dustin.stats import Stats
 # Room for three answers in a list with a sentence before it.
 ANSWER_TOKENS = 72
 POOL = 4096
+BY_LAYER = "oracle by layer"
 
 
 @dataclass(frozen=True)
@@ -177,12 +178,18 @@ def replay_cell(replay: Replay, cell: Cell, scoring: Scoring, budget: int, sessi
     spec = session.target.spec
     name = "oracle" if cell.selector.startswith("oracle") else cell.selector
     options = EngineOptions(selector=name, budget=budget, num_draft_tokens=gamma, top_mass=cell.top_mass)
-    if cell.selector == "oracle by layer":
-        selector: Any = OracleSelector(cell.selector, options, scoring, full_layers(spec), spec.num_heads, per_layer=True)
+    if cell.selector == BY_LAYER:
+        selector: Any = by_layer(session, cell.selector, options, scoring)
     else:
         selector = create_selector(options, scoring, spec)
     prepare(selector, session.target, session.tokenizer)
     return replay.run(selector, scoring.draft, lag=cell.lag, **how)
+
+
+def by_layer(session: Session, name: str, options: EngineOptions, scoring: Scoring) -> OracleSelector:
+    """The oracle with a set for each layer: `add_selector` makes engines know it."""
+    spec = session.target.spec
+    return OracleSelector(name, options, scoring, full_layers(spec), spec.num_heads, per_layer=True)
 
 
 def layer_recovery(replay: Replay, scoring: Scoring, budget: int, session: Session, every: int = 8) -> dict[str, list[float]]:

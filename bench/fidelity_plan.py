@@ -95,10 +95,11 @@ def ways_of(session: Any, profiles: dict[str, Any], context: int, few: bool = Fa
     peers = [name for name in PEERS if drafted or name not in ("lookahead", "specattn")]
     made += [way("oracle", "heuristic", 512)] if not few else []
     made += [way(name, best, 512) for name in peers if name in PEERS[:4]]
+    made += [way("oracle by layer", "heuristic", 512)] if not few else []
     made += [way("dustin", name, 512) for name in ("shared set", "heuristic") if name in (*profiles, "heuristic") and name != best]
     if few:
         return made
-    made += [way("dustin", best, 512, "ar")] + [way("dustin", best, budget) for budget in (1024, 2048)]
+    made += [way("dustin", best, 512, "ar")] + [way("dustin", best, budget) for budget in (1024, 2048, 4096) if budget < context]
     made += [replace(way("dustin", best, 512), sparse_draft=False)] if drafted else []
     made += [way(name, best, 512) for name in peers if name not in PEERS[:4]]
     return made + [way("dustin", best, budget) for budget in (768, 256, 128) if budget // part > 64]

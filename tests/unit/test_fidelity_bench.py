@@ -52,7 +52,7 @@ def test_every_track_and_kind_of_question_is_run_at_every_context(made: list[dic
         asked = {kind for row in mine if row["track"] in ("tasks", "words") for kind in row["by_kind"]}
         assert asked == {kind for kinds in ASKED.values() for kind in kinds}
         by_selector = {row["selector"] for row in mine if row["track"] == "tasks"}
-        assert by_selector == {"dustin", "oracle", *PEERS}
+        assert by_selector == {"dustin", "oracle", "oracle by layer", *PEERS}
         # Short documents have a quarter of the budgets, and none below 64 tokens.
         part = 4 if context <= 2048 else 1
         budgets = {row["budget"] for row in mine if row["track"] == "chat" and row["selector"] == "dustin" and "kl" in row}
@@ -99,6 +99,12 @@ def test_parts_can_be_run_alone_on_the_same_documents(models: list[str], made: l
 
 
 @pytest.mark.slow
+def test_long_answers_need_no_other_context(models: list[str], tmp_path: Path) -> None:
+    alone = bench(models, tmp_path / "drift.jsonl", "--tracks", "drift", "--contexts", "1600")
+    assert [(row["track"], row["rectify"], row["tokens"]) for row in alone] == [("drift", None, 26), ("drift", 256, 26)]
+
+
+@pytest.mark.slow
 def test_the_tables_show_the_rows(made: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rows.jsonl"
     out.write_text("".join(json.dumps(row) + "\n" for row in made))
@@ -112,7 +118,7 @@ def test_the_tables_show_the_rows(made: list[dict[str, Any]], tmp_path: Path, mo
     assert "| text: perplexity ratio | 1024 |" in fidelity_required.budgets()
     # Random models answer nothing: none of the questions' demands is met, whatever reads them.
     unmet = [line.split(" | ") for line in fidelity_required.unmet().splitlines() if line.startswith("| needles, k = 512")]
-    assert [line[2:6] for line in unmet if line[1] == "3200"] == [["0.00", "0.00", "", "0.00"]]
+    assert [line[2:6] for line in unmet if line[1] == "3200"] == [["0.00"] * 4]
     assert "common words" in fidelity_tables.kinds()
     assert "dense attention, share of all points" in fidelity_tables.tasks()
 
