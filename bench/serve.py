@@ -31,7 +31,8 @@ from bench import rows
 from bench.cpu import load_transformers, passages
 
 OUT = rows.RESULTS / "serve.jsonl"
-_START_SECONDS = 300
+# New tokens of the first requests, which nobody times.
+_WARM_TOKENS = 16
 
 
 def export(source: Path, folder: Path, tokenizer: Any, dtype: str) -> None:
@@ -62,15 +63,15 @@ class Ready:
 
 
 @contextlib.contextmanager
-def serving(command: list[str], port: int, path: str, threads: int) -> Iterator[Ready]:
-    """A server process, once it answers GET `path`. Ended afterwards."""
+def serving(command: list[str], port: int, path: str, threads: int, patience: float = 300.0) -> Iterator[Ready]:
+    """A server process, once it answers GET `path`, within `patience` seconds. Ended afterwards."""
     import httpx
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=rows.ROOT)
         began, address = time.monotonic(), f"http://127.0.0.1:{port}"
-        end = began + _START_SECONDS
+        end = began + patience
         try:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
@@ -78,7 +79,8 @@ def serving(command: list[str], port: int, path: str, threads: int) -> Iterator[
                         break
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise click.ClickException(f"{' '.join(command[:4])} ... did not start: {log.read()[-800:]}")
+                    after = time.monotonic() - began
+                    raise click.ClickException(f"{' '.join(command[:4])} ... not ready after {after:.0f} s: {log.read()[-800:]}")
                 time.sleep(0.2)
             seconds = time.monotonic() - began
             # The position in the file is the server's too.
@@ -109,14 +111,15 @@ class Client:
     def counts(self) -> dict[str, float]:
         """What one of our servers has counted so far, by the names of its metrics; nothing of others."""
         reply = self._http.get(f"{self.address}/metrics")
-        found = re.findall(r'^dustin_(\w+?)(?:_total)?(?:\{mode="(\w+)"\})? ([0-9.e+-]+)$', reply.text, re.MULTILINE)
+        found = re.findall(r'^(?:dustin_)?(\w+?)(?:_total)?(?:\{mode="(\w+)"\})? ([0-9.e+-]+)$', reply.text, re.MULTILINE)
         return {f"{name} {mode}".strip(): float(value) for name, mode, value in found} if reply.status_code == 200 else {}
 
-    def ask(self, text: str) -> tuple[str, list[float]]:
-        """The answer, and the arrival times of its pieces, the first entry being when it was asked for."""
+    def ask(self, text: str, tokens: int | None = None, whole: bool = False) -> tuple[str, list[float]]:
+        """The answer, of `tokens` at most (None: as many as all), and the arrival times of its pieces, the first being when it
+        was asked for. `whole`: it has so many whatever ends it, as our servers alone know how to."""
         body = {
-            "model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": self.tokens,
-            "temperature": 0, "stream": True,
+            "model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": tokens or self.tokens,
+            "temperature": 0, "stream": True, **({"ignore_eos": True} if whole else {}),
         }  # fmt: skip
         pieces, times = [], [time.perf_counter()]
         with self._http.stream("POST", f"{self.address}/v1/chat/completions", json=body) as reply:
@@ -137,7 +140,7 @@ def warm(client: Client, opts: dict[str, Any]) -> None:
     has by the time it says that it is ready, and that is part of what is measured here."""
     for clients in (1, opts["clients"]) if opts["device"] == "cuda" else (1,):
         with ThreadPoolExecutor(clients) as pool:
-            list(pool.map(client.ask, [f"Hello {i}" for i in range(clients)]))
+            list(pool.map(lambda i: client.ask(f"Hello {i}", min(_WARM_TOKENS, client.tokens)), range(clients)))
 
 
 @dataclass
@@ -147,9 +150,11 @@ class Measured:
     side: str
     clients: int
     per_passage: int = 1
+    whole: bool = False
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    client_cpu_seconds: float = 0.0
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -157,13 +162,16 @@ class Measured:
 
     def add(self, client: Client, prompts: list[str], tokenizer: Any) -> None:
         """All of these prompts."""
-        before, began = client.counts(), time.perf_counter()
+        before, began, cpu = client.counts(), time.perf_counter(), time.process_time()
         with ThreadPoolExecutor(self.clients) as pool:
-            answers = list(pool.map(client.ask, prompts))
+            answers = list(pool.map(lambda prompt: client.ask(prompt, whole=self.whole), prompts))
         self.seconds += time.perf_counter() - began
+        self.client_cpu_seconds += time.process_time() - cpu
         self.counts.update({name: value - before.get(name, 0.0) for name, value in client.counts().items()})
         self.requests += len(prompts)
-        self.tokens += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text, _ in answers)
+        # What follows the end of an answer may have no text.
+        counted = (client.tokens if self.whole else len(tokenizer.encode(text, add_special_tokens=False)) for text, _ in answers)
+        self.tokens += sum(counted)
         self.texts += [text for text, _ in answers]
         self.first += [times[1] - times[0] for _, times in answers if len(times) > 1]
         self.gaps += [b - a for _, times in answers for a, b in zip(times[1:], times[2:], strict=False)]
@@ -179,6 +187,7 @@ class Measured:
         if not counts:
             return {}
         row = {"prefill_s": round(counts["prefill_seconds"], 2), "decode_s": round(counts["decode_seconds"], 2)}
+        row["server_cpu_s"] = round(counts["process_cpu_seconds"], 2)
         row["rounds_by_mode"] = {name.split()[1]: int(n) for name, n in counts.items() if name.startswith("rounds ") and n}
         if steps := counts["spec_decode_num_drafts"]:
             row["acceptance_length"] = round(1 + counts["spec_decode_num_accepted_tokens"] / steps, 2)
@@ -190,9 +199,11 @@ class Measured:
             "side": self.side,
             "clients": self.clients,
             "per_passage": self.per_passage,
+            **({"whole_answers": True} if self.whole else {}),
             "requests": self.requests,
             "generated_tokens": self.tokens,
             "seconds": round(self.seconds, 2),
+            "client_cpu_s": round(self.client_cpu_seconds, 2),
             "tokens_per_s": round(self.rate, 2),
             "ttft_ms_median": round(1e3 * statistics.median(self.first), 1),
             "gap_ms_median": round(1e3 * statistics.median(self.gaps), 1) if self.gaps else None,
@@ -216,7 +227,7 @@ def sides(
             yield peer, [python, "-m", "mlx_lm.server", "--model", str(folder), "--port", str(port)], port, "/health", str(folder)
         else:
             raise click.UsageError(f"--peers has {peer!r}, expected transformers, transformers-cb or mlx-lm")
-    for mode in opts["modes"].split(","):
+    for mode in filter(None, opts["modes"].split(",")):
         port = free_port()
         name, _, drafter = mode.partition("+")
         words = ["-m", "dustin", "serve", "-m", str(source), "--port", str(port)]
@@ -240,10 +251,12 @@ def chats(tokenizer: Any, context: int, count: int, per_passage: int = 1, how: s
     return [f"{begin}{ids[i // per_passage]}\n\n{ask.format(1 + i % per_passage)}" for i in range(count)]
 
 
-def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, servers: contextlib.ExitStack) -> list[Ready]:
+def start_all(
+    found: list[tuple[str, list[str], int, str, str]], threads: int, patience: float, servers: contextlib.ExitStack
+) -> list[Ready]:
     """All sides, which load at the same time; `servers` ends them."""
     with ThreadPoolExecutor(len(found)) as pool:
-        entering = [serving(command, port, path, threads) for _, command, port, path, _ in found]
+        entering = [serving(command, port, path, threads, patience) for _, command, port, path, _ in found]
         asked = [(one, pool.submit(one.__enter__)) for one in entering]
         failures = []
         for one, future in asked:
@@ -266,6 +279,7 @@ def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, s
     "--peer-folder", type=click.Path(path_type=Path), help="Where the peers' copy of the weights lies, or is made."
 )
 @click.option("--requests", default=8, show_default=True, help="Chats a round, for one client and again for several.")
+@click.option("--alone", default=None, type=int, help="Of them for one client; default: all.")
 @click.option("--rounds", default=2, show_default=True, help="The sides take turns in each.")
 @click.option("--clients", default=8, show_default=True, help="Clients at once; every side is measured with one client too.")
 @click.option("--context", default=300, show_default=True, help="Prompt tokens, about.")
@@ -274,6 +288,8 @@ def start_all(found: list[tuple[str, list[str], int, str, str]], threads: int, s
 @click.option("--prefill-chunk", default=None, type=int, help="Of our servers; default: theirs.")
 @click.option("--how", default="", help='Ends the question, as ", in 300 words" does.')
 @click.option("--tokens", default=48, show_default=True, help="Longest answer.")
+@click.option("--whole", default="", help="Our modes asked once more, for answers of exactly that many tokens; by commas.")
+@click.option("--patience", default=300.0, show_default=True, help="Seconds that a server may take to be ready.")
 @click.option("--dtype", default="float32", show_default=True, help="Of all sides.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--note", default="", help="Kept in the rows: what else ran on the machine.")
@@ -284,12 +300,19 @@ def main(**opts: Any) -> None:
     from dustin import models
     from dustin.text import Tokenizer
 
+    whole = [mode for mode in opts["whole"].split(",") if mode]
+    if strange := set(whole) - set(opts["modes"].split(",")):
+        raise click.UsageError(f"--whole has {min(strange)!r}, expected some of --modes {opts['modes']}")
+    if opts["alone"] is not None and not 1 <= opts["alone"] <= opts["requests"]:
+        raise click.UsageError(f"--alone is {opts['alone']}, expected 1 to the {opts['requests']} of --requests")
     source = models.resolve(opts["model"])
     tokenizer = Tokenizer.load(source)
-    groups = [int(number) for number in opts["per_passage"].split(",")]
+    groups = [(int(number), more) for more in ((False, True) if whole else (False,)) for number in opts["per_passage"].split(",")]
     # Every round and both kinds have passages of their own: what a server keeps of prefixes must not help it here.
-    prompts = {n: chats(tokenizer, opts["context"], 2 * opts["requests"] * opts["rounds"], n, opts["how"]) for n in groups}
-    made: dict[tuple[str, int, int], Measured] = {}
+    count = 2 * opts["requests"] * opts["rounds"]
+    passages_of = {n: chats(tokenizer, opts["context"], count * (1 + bool(whole)), n, opts["how"]) for n in {n for n, _ in groups}}
+    prompts = {(n, more): passages_of[n][count * more : count * (1 + more)] for n, more in groups}
+    made: dict[tuple[str, int, tuple[int, bool]], Measured] = {}
     kept = rows.read(opts["output"]) if opts["append"] and opts["output"].exists() else []
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as servers:
@@ -299,10 +322,11 @@ def main(**opts: Any) -> None:
         asked: dict[str, Client] = {}
         draft = models.resolve(opts["draft_model"]) if opts["draft_model"] else None
         begun = list(sides(opts, source, draft, folder))
-        for (name, _, _, _, model), ready in zip(begun, start_all(begun, opts["threads"], servers), strict=True):
+        for (name, _, _, _, model), ready in zip(begun, start_all(begun, opts["threads"], opts["patience"], servers), strict=True):
             asked[name] = Client(ready, model, opts["tokens"])
             for group, clients in itertools.product(groups, (1, opts["clients"])):
-                made[name, clients, group] = Measured(name, clients, group)
+                if not group[1] or name.removeprefix("dustin ") in whole:
+                    made[name, clients, group] = Measured(name, clients, *group)
         with ThreadPoolExecutor(len(asked)) as pool:
             list(pool.map(lambda client: warm(client, opts), asked.values()))
         for _ in range(opts["rounds"]):
@@ -310,7 +334,8 @@ def main(**opts: Any) -> None:
                 some, prompts[group] = prompts[group][: opts["requests"]], prompts[group][opts["requests"] :]
                 # In turn, so that what else the machine does meets all sides.
                 for name, client in asked.items():
-                    made[name, clients, group].add(client, some, tokenizer)
+                    if measured := made.get((name, clients, group)):
+                        measured.add(client, some[: opts["alone"]] if clients == 1 else some, tokenizer)
                 # As they come: a run that is cut keeps what it has.
                 lines = [_row(found, made, asked[found.side].ready, opts, source) for found in made.values() if found.requests]
                 rows.write(opts["output"], kept + lines)
@@ -332,7 +357,7 @@ def _device(kind: str) -> str:
 
 
 def _row(
-    found: Measured, made: dict[tuple[str, int, int], Measured], ready: Ready, opts: dict[str, Any], source: Path
+    found: Measured, made: dict[tuple[str, int, tuple[int, bool]], Measured], ready: Ready, opts: dict[str, Any], source: Path
 ) -> dict[str, Any]:
     """One measurement with its ratios: to the same server one by one, and to each peer with as many clients."""
     row = {"bench": "serve", "processor": rows.processor(), "threads": opts["threads"], "model": source.name, "weights": "real"}
@@ -342,9 +367,10 @@ def _row(
     }
     row |= {"dtype": opts["dtype"], "context": opts["context"], "max_tokens": opts["tokens"], "rounds": opts["rounds"]}
     row |= found.as_dict() | found.of_rounds() | {"ready_s": round(ready.ready_seconds, 1), "warm_up_s": ready.warm_up_seconds}
-    row |= {"ratio": round(found.rate / made[found.side, 1, found.per_passage].rate, 3), "baseline": "the same server, one client"}
+    alone = made[found.side, 1, (found.per_passage, found.whole)]
+    row |= {"ratio": round(found.rate / alone.rate, 3), "baseline": "the same server, one client"}
     for (side, clients, group), other in made.items():
-        alike = other.requests and (clients, group) == (found.clients, found.per_passage)
+        alike = other.requests and (clients, group) == (found.clients, (found.per_passage, found.whole))
         if alike and side != found.side and re.match("dustin ar$|transformers|mlx", side):
             name = re.sub(r"\W", "_", side)
             row[f"ratio_to_{name}"] = round(found.rate / other.rate, 3)

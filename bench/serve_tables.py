@@ -34,7 +34,7 @@ def _run(made: list[dict[str, Any]]) -> str:
     against = [name for name in ("transformers", "dustin ar") if any(f"ratio_to_{_key(name)}" in row for row in made)][:1]
     lines = [
         [
-            f"`{row['side']}`, {row['clients']} client{'s' * (row['clients'] > 1)}" + _shared(row),
+            f"`{row['side']}`, {row['clients']} client{'s' * (row['clients'] > 1)}" + _shared(row) + _whole(row),
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}x",
             *(_ratio(row, f"ratio_to_{_key(name)}") for name in against),
@@ -53,8 +53,10 @@ def _run(made: list[dict[str, Any]]) -> str:
         ready, warm = ([row[name] for row in made] for name in ("ready_s", "warm_up_s"))
         spans = (f"{min(seconds):.0f} to {max(seconds):.0f} s" for seconds in (ready, warm))
         extra = " Ready after {}, {} of it warming up.".format(*spans) + extra
+    together = max(row["requests"] for row in made)
+    alone = "" if first["requests"] == together else f", {first['requests']} of them one by one,"
     note = (
-        f"{first['requests']} chats of about {first['context']} prompt tokens and up to {first['max_tokens']} new ones, "
+        f"{together} chats of about {first['context']} prompt tokens{alone} and up to {first['max_tokens']} new ones, "
         f"greedy, {first['model']}{draft}, {first['dtype']}, {where}; "
         f"`{first['command'].split(' --note')[0]}` at {first['commit']}.{extra}"
     )
@@ -63,6 +65,10 @@ def _run(made: list[dict[str, Any]]) -> str:
 
 def _shared(row: dict[str, Any]) -> str:
     return f", {row['per_passage']} chats about one passage" if row.get("per_passage", 1) > 1 else ""
+
+
+def _whole(row: dict[str, Any]) -> str:
+    return f", answers of {row['max_tokens']} tokens" if row.get("whole_answers") else ""
 
 
 def _key(side: str) -> str:
