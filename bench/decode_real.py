@@ -284,7 +284,7 @@ def remember_acceptance(path: Path, cell: Cell, mode: str, outcome: Outcome, row
 @click.option("--tokens", default=160, show_default=True)
 @click.option("--budget", default=1024, show_default=True)
 @click.option("--gamma", default=4, show_default=True, help="Draft tokens a round.")
-@click.option("--block", default=16, show_default=True, help="Block of mode exact.")
+@click.option("--block", default=15, show_default=True, help="Block of mode exact.")
 @click.option("--stagger", default=13, show_default=True, help="Tokens by which the prompts of a batch differ in length.")
 @click.option("--transformers", is_flag=True, help="Also transformers' generate (sdpa), on the same weights, keys and values.")
 @click.option("--histograms", type=click.Path(path_type=Path), help="Also measure 8 drafts and block 32, for this file.")

@@ -106,7 +106,8 @@ class EngineOptions:
     where neither options nor profile say which do. `top_mass` cuts each set to what holds that share of the scores, so that the
     budget is only the most.
     `lookahead_lag` 1 uses the previous round's drafts (needed for exact sampling); None chooses 0, or 1 where exactness needs it.
-    `exact_block` is how many tokens one dense check covers: provisional ones, then drafts. A row drafts no more once the
+    `exact_block` is how many tokens one dense check covers: provisional ones, then drafts; with the pending one the default is a
+    number of rows that a GPU's recordings have. A row drafts no more once the
     chance that its run of drafts is kept falls below `min_draft_confidence` (0: off). `relaxed_weight` w and `route_confidence`
     P are lossy and off at 0: drafted positions follow (1 - w) target + w draft; a draft whose distribution peaks at P or more is
     kept unchecked.
@@ -130,7 +131,7 @@ class EngineOptions:
     top_mass: float | None = None
     lookahead_lag: int | None = None
     rectify_interval: int = 256
-    exact_block: int = 32
+    exact_block: int = 31
     min_draft_confidence: float = 0.0
     relaxed_weight: float = 0.0
     route_confidence: float = 0.0
