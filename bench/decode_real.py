@@ -2,7 +2,7 @@
 
 Qwen2.5-Coder 1.5B with its 0.5B as draft over passages of novels and code. The prompts of a cell are read once; every mode
 starts from copies of that KV cache, first shortly (graphs are captured then), then for the row. Mode auto runs once before all
-others, when nothing of the cell is recorded: its first use.
+others, after Session.warm_up: its first use.
 """
 
 from __future__ import annotations
@@ -286,6 +286,7 @@ def remember_acceptance(path: Path, cell: Cell, mode: str, outcome: Outcome, row
 @click.option("--gamma", default=4, show_default=True, help="Draft tokens a round.")
 @click.option("--block", default=15, show_default=True, help="Block of mode exact.")
 @click.option("--stagger", default=13, show_default=True, help="Tokens by which the prompts of a batch differ in length.")
+@click.option("--cold", is_flag=True, help="Mode auto without a warm-up: its first run records and compiles.")
 @click.option("--transformers", is_flag=True, help="Also transformers' generate (sdpa), on the same weights, keys and values.")
 @click.option("--histograms", type=click.Path(path_type=Path), help="Also measure 8 drafts and block 32, for this file.")
 @click.option("--limit", default=3600.0, help="Begin no cell after this many seconds.")
@@ -329,12 +330,20 @@ def _cell(session: Session, text: str, context: int, batch: int, opts: dict[str,
 
     wide = replace(base, num_draft_tokens=HISTOGRAM_DRAFTS, exact_block=HISTOGRAM_BLOCK)
     auto = with_options(replace(wide, mode="auto", drafter="draft"))
-    first = decode(auto, cell, tokens) if "auto" in opts["modes"].split(",") else None
+    warm_up_seconds, first = None, None
+    if "auto" in opts["modes"].split(","):
+        if not opts["cold"]:
+            # Pages of this size lie in the cell's own pools, so what it records serves the runs.
+            warm_up_seconds = round(auto.warm_up(batch, cell.caches["target"].capacity), 2)
+            click.echo(f"  warmed up in {warm_up_seconds} s", err=True)
+        first = decode(auto, cell, tokens)
     for name in opts["modes"].split(","):
         mode, _, fidelity = name.partition("+")
         options = replace(base, mode=mode, fidelity=fidelity or "standard", drafter="none" if mode == "ar" else "draft")
         inner = auto if mode == "auto" else with_options(options)
         row = measure(inner, cell, mode, tokens, first if mode == "auto" else None)
+        if mode == "auto":
+            row["warm_up_seconds"] = warm_up_seconds
         if fidelity:
             row["mode"] = f"{mode}, fidelity {fidelity}"
         plain = row if mode == "ar" else plain

@@ -42,10 +42,19 @@ def kernels_only_noted() -> set[tuple[str, str]]:
 
     JITFunction.run = run
     # Products of the library compile nothing, and are not needed.
-    torch.nn.functional.linear = lambda x, w, b=None: x.new_zeros(*x.shape[:-1], w.shape[0])
+    torch.nn.functional.linear = lambda x, w, b=None: x.new_empty(*x.shape[:-1], w.shape[0])
     torch.cuda.mem_get_info = lambda device=None: (1 << 40, 1 << 40)
-    torch.empty = torch.zeros  # type: ignore[assignment]
-    torch.empty_like = torch.zeros_like  # type: ignore[assignment]
+    # What kernels would write may lead nowhere where it is an index.
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def some(plain: Any, filled: Any) -> Any:
+        def made(*given: Any, **more: Any) -> Any:
+            found = plain(*given, **more)
+            return found if found.is_floating_point() else filled(found)
+
+        return made
+
+    torch.empty, torch.empty_like = some(empty, torch.zeros_like), some(empty_like, torch.zeros_like)  # type: ignore[assignment]
     return noted
 
 
