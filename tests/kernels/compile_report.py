@@ -106,6 +106,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             name = f"{short} B={batch} T={tokens} {num_heads}/{num_kv_heads}/{dim}"
             args = (q, pool, pool, table, one, one)
             yield f"dense_verify {name}", lambda args=args: dense_verify(*args)
+            if (batch, tokens, dtype) == (32, 12, torch.bfloat16):
+                rows = {"out": q.flatten(0, 1), "starts": one}
+                yield f"dense_verify packed {name}", lambda args=args, rows=rows: dense_verify(*args, **rows)
             if tokens <= 16:
                 chosen = ints(batch, 512)
                 given = {"slots": ints(batch, 512 + tokens), "slot_counts": one}

@@ -79,7 +79,13 @@ def attention_launches(dtype: torch.dtype, shapes: Sequence[Shape]) -> Iterator[
                 yield f"sparse_verify {heads} {tokens} rows, form {i}, settled {settled}", relative_rms(out, want)
         for i, config in enumerate(DENSE):
             out = dense_verify(*case.inputs, config=config)
-            yield f"dense_verify {heads} {tokens} rows, form {i}", relative_rms(out, attention(case))
+            wanted = attention(case)
+            yield f"dense_verify {heads} {tokens} rows, form {i}", relative_rms(out, wanted)
+            rows = torch.zeros(sum(fed), *out.shape[2:], dtype=dtype, device="cuda")
+            starts = (case.num_tokens.cumsum(0) - case.num_tokens).int()
+            dense_verify(*case.inputs, config=config, out=rows, starts=starts)
+            fed_rows = torch.cat([wanted[b, :n] for b, n in enumerate(fed)])
+            yield f"dense_verify {heads} {tokens} rows, form {i}, packed", relative_rms(rows, fed_rows)
 
 
 def scoring_launches(dtype: torch.dtype, short: bool) -> Iterator[tuple[str, float]]:
