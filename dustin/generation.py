@@ -143,8 +143,9 @@ class Session:
         """
         options = self.resolve()
         room = slot_context(self, options)
-        require("batch", batch, batch >= 1, "1 or more prompts")
-        require("context", context, context is None or 2 <= context <= room, f"2 to {room} tokens")
+        require("batch", batch, isinstance(batch, int) and batch >= 1, "1 or more prompts")
+        fits = context is None or (isinstance(context, int) and 2 <= context <= room)
+        require("context", context, fits, f"2 to {room} tokens")
         return warm_up(self, options, batch, context or room, (chunk_of(options.prefill_chunk, self.backend, batch),))
 
     def forget(self) -> None:
