@@ -209,7 +209,7 @@ def test_from_python(folders: tuple[Path, Path]) -> None:
     first, second = results[0][0].stats, results[1][0].stats
     for name in ("rounds", "prompt_tokens", "generated_tokens"):
         assert getattr(first, name) == getattr(second, name)
-    for bad in ({"batch": 0}, {"context": 1}, {"context": 10**6}):
+    for bad in ({"batch": 0}, {"batch": "2"}, {"context": 1}, {"context": 10**6}, {"context": 9.5}):
         with pytest.raises(UsageError, match=next(iter(bad))):
             warm.warm_up(**bad)
 
