@@ -159,7 +159,7 @@ def run(prepared: Prepared, model: str, say: Callable[[str], None]) -> int:
     return 130 if prepared.http.signal == signal.SIGINT else 0
 
 
-def _say_when_ready(prepared: Prepared, say: Callable[[str], None]) -> None:
+def _say_when_ready(prepared: Prepared, say: Callable[[str], None]) -> threading.Thread:
     scheduler = prepared.scheduler
 
     def wait() -> None:
@@ -169,5 +169,12 @@ def _say_when_ready(prepared: Prepared, say: Callable[[str], None]) -> None:
         if scheduler.state == "ready" and session is not None:
             slots = f"{scheduler.options.slots} slots of {scheduler.context} tokens"
             say(f"serving {session.target.spec.name} at {prepared.address}: {slots}, mode {scheduler.engine_options.mode}")
+            longest = session.target.spec.context_length
+            asked = min(longest, scheduler.engine_options.max_kv_size or longest)
+            if session.draft is not None and session.draft.spec.context_length < asked and scheduler.context < asked:
+                draft = session.draft.spec
+                say(f"note: a slot could hold {asked} tokens, but draft {draft.name} holds {draft.context_length}")
 
-    threading.Thread(target=wait, daemon=True).start()
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    return waiting

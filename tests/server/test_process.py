@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,7 +24,8 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("torch")
 
 from dustin import cli as command_line
-from dustin.serving.server import listen
+from dustin.config import EngineOptions
+from dustin.serving.server import _say_when_ready, listen
 from tests import tiny_model
 from tests.server.helpers import until
 
@@ -80,6 +82,21 @@ def test_sigterm_finishes_what_runs(model: Path) -> None:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{address}/health")
     assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("max_kv_size", "noted"), [(None, True), (1000, True), (200, False)])
+def test_a_draft_that_holds_less_is_noted(max_kv_size: int | None, noted: bool) -> None:
+    lines: list[str] = []
+    spec = SimpleNamespace(name="target", context_length=4096)
+    small = SimpleNamespace(name="small", context_length=256)
+    session = SimpleNamespace(target=SimpleNamespace(spec=spec), draft=SimpleNamespace(spec=small))
+    scheduler = SimpleNamespace(
+        state="ready", session=session, context=min(251, max_kv_size or 251), options=SimpleNamespace(slots=2),
+        engine_options=EngineOptions(max_kv_size=max_kv_size),
+    )  # fmt: skip
+    _say_when_ready(SimpleNamespace(scheduler=scheduler, address="here"), lines.append).join(5)  # type: ignore[arg-type]
+    asked = max_kv_size or 4096
+    assert lines[1:] == [f"note: a slot could hold {asked} tokens, but draft small holds 256"] * noted
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child there")
