@@ -146,6 +146,22 @@ class AutoPlanner:
         self._think_at = self._settled + max(_THINK_ROUNDS // rounds, min(_THINK_LATER // rounds, self._settled))
         return self._plan
 
+    def begin_text(self) -> None:
+        """The rows of a batch that goes on hold new texts: what the ones before accepted counts less for them."""
+        if self._habits is not None:
+            self._habits = self.prices.habits[self._drafter] = self._habits.faded()
+
+    def drafts_soon(self, lengths: Sequence[int], idle: int, left: int, unread: int) -> bool:
+        """Whether drafts are expected to serve rows of these lengths, the first of which is new: the draft has yet to read `unread`
+        tokens of it, and at most `left` are to come."""
+        if self._home.mode != "ar" or not self.habits.dense.known or not self._worth_trying(lengths):
+            return True
+        self._costs = self.prices.of(self._drafter, lengths, self._costs, idle)
+        self._length, self._batch, self._left, self._unread = sum(lengths) / len(lengths), len(lengths), left, unread
+        # The next round is thought over by itself.
+        self._settled = -1
+        return self._best(self._known_budgets(lengths)).mode != "ar"
+
     def worth_warming(self, lengths: Sequence[int]) -> list[Plan]:
         """The block, if any, that a warm-up for rows of these lengths should meet beside plain and dense rounds.
 

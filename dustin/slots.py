@@ -70,6 +70,8 @@ class SlotEngine(Engine):
         self._share = share
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._scoring: dict[int, int] = {}
+        # Slots whose prompts the draft reads when it is first asked for drafts.
+        self._postponed: set[int] = set()
         self._auto = (self.planner, self.options) if self.planner is not None else None
         self._refresh_warp()
 
@@ -125,10 +127,24 @@ class SlotEngine(Engine):
         self._begin_with(slot, keep, slot)
         if leader is not old:
             self._following[slot] = (leader, shared)
+        self._postponed.discard(slot)
+        if prompt_logprobs is None and not self._draft_reads(sequence):
+            self._postponed.add(slot)
         if prompt_logprobs is not None:
             self.prompt_logprobs[slot] = []
             if sequence.prompt_length > 1:
                 self._scoring[slot] = prompt_logprobs
+
+    def _draft_reads(self, new: Sequence) -> bool:
+        """Whether a draft model reads this prompt beside the target. Not where mode auto expects plain rounds: should it look at
+        drafts after all, the draft reads what it has missed."""
+        if self._auto is None or self.drafter.model is None or new.request.sampling.temperature > 0:
+            return True
+        planner, others = self._auto[0], [row for row in self.rows if row is not new and (row.active or row.reading)]
+        if not others:
+            planner.begin_text()
+        lengths = [new.prompt_length, *(row.committed for row in others)]
+        return planner.drafts_soon(lengths, len(self.rows) - len(lengths), new.limit, new.prompt_length)
 
     def _begin_with(self, slot: int, keep: int, source: int) -> None:
         """The slot's cache rows become the first `keep` of `source`."""
@@ -226,7 +242,10 @@ class SlotEngine(Engine):
         cache = self.target_cache
         goals = [have + share if share else 0 for have, share in zip(cache.lengths, shares, strict=True)]
         # The last prompt token is the draft's to feed with the first token the target emits.
-        wanted = [row.tokens[: min(goal, row.prompt_length - 1)] for row, goal in zip(self.rows, goals, strict=True)]
+        wanted = [
+            row.tokens[: min(goal, row.prompt_length - 1)] if row.row not in self._postponed else []
+            for row, goal in zip(self.rows, goals, strict=True)
+        ]
         reached = self._slot_drafter.read(wanted, shares)
         # A draft that kept fewer rows catches up first.
         parts = [

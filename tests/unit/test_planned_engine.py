@@ -201,3 +201,66 @@ def test_a_set_far_behind_is_not_widened_for_the_draft_of_a_lossless_round(monke
     rows, _ = run(engine, PROMPTS[:1], RequestOptions(max_tokens=60))
     assert tuple(rows[0].generated) == greedy(PROMPTS[0], 60)
     assert seen[:4] == [(1, True), (2, False), (15, True), (16, False)]
+
+
+def test_a_draft_reads_no_prompt_that_plain_rounds_are_expected_for() -> None:
+    options = EngineOptions(**{**vars(OPTIONS), "prefill_chunk": 16})
+    engine = opened(options, "draft")
+    planner = RandomPlanner("draft", 0)
+    engine._auto = planner, options
+    reads: list[int] = []
+    read = engine.drafter.read  # type: ignore[attr-defined]
+
+    def noted(prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[int]:
+        reads.append(sum(map(len, prompts)))
+        return read(prompts, most)
+
+    engine.drafter.read = noted  # type: ignore[attr-defined]
+    prompts = [tuple(int(t) for t in np.random.default_rng(20 + i).integers(0, VOCAB, n)) for i, n in enumerate((50, 40, 45))]
+    expected = [greedy(prompt, 12) for prompt in prompts]
+
+    def answer(which: int, plan: Plan, heat: float = 0.0) -> None:
+        planner.choose = lambda *a, **k: planner.__dict__.update(_plan=plan, _home=plan) or plan  # type: ignore[method-assign]
+        reads.clear()
+        request = RequestOptions(max_tokens=12, sampling=SamplingOptions(temperature=heat, seed=1))
+        rows, _ = serve(engine, [prompts[which]], [request])
+        if not heat:
+            assert tuple(rows[0].generated) == expected[which]
+
+    # Nothing is known: the draft reads along.
+    answer(0, Plan("dense", 3))
+    assert sum(reads) > 0
+    # Texts that accept nothing, in plain rounds: it does not, but where something is drawn.
+    for _ in range(30):
+        planner.habits.dense.observe([0], 5)
+    answer(1, Plan("ar"))
+    answer(1, Plan("ar"))
+    assert sum(reads) == 0 and engine.drafter.cache.lengths[0] < 40  # type: ignore[union-attr]
+    answer(2, Plan("ar"), 0.8)
+    assert sum(reads) > 0
+    # A round with drafts after all reads what was missed.
+    planner.drafts_soon = lambda *a: False  # type: ignore[method-assign]
+    answer(2, Plan("dense", 3))
+    assert sum(reads) == 0 and max(engine.drafter.cache.lengths) > 45  # type: ignore[union-attr]
+
+
+def test_a_draft_that_has_a_prompt_to_read_must_earn_it() -> None:
+    """The same gain is worth reading a prompt for where much of the answer is to come, and not at its end."""
+    planner = AutoPlanner(target().spec, "draft", OPTIONS.budget, 5, 16)
+    for _ in range(12):
+        planner.choose([3000], left=2000)
+        planner.record([Look("plain", 0, [0], 0.010)], 0.010)
+    for size in (1, 3, 5):
+        for _ in range(3):
+            planner.costs.observe("dense", size, 0.010 + 0.002 * size)
+    for _ in range(40):
+        planner.habits.dense.observe([3], 5)
+    planner._home = planner._plan = Plan("ar")
+    planner.prices.reading["draft"] = 1e-4
+    assert planner.drafts_soon([3000], 0, 2000, 3000)
+    assert not planner.drafts_soon([3000], 0, 20, 3000)
+    assert planner.drafts_soon([3000], 0, 20, 3)
+    # Answers of this session are short, whatever they may be.
+    for _ in range(5):
+        planner.prices.note_answer(20)
+    assert not planner.drafts_soon([3000], 0, 2000, 3000)
