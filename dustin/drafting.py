@@ -203,8 +203,14 @@ class ModelDrafter(NoDrafter):
     def _catch_up(self, behind: list[list[int]], cache: KVCache) -> None:
         """Read, densely, what rounds without a draft have brought: in few shapes, so that the steps after it are the usual ones."""
         longest = max(map(len, behind))
+        # Each row alone where it is much: calls of prompts are of one row too.
+        alone = [[row if b == own else [] for b, row in enumerate(behind)] for own in range(len(behind))]
+        for rows in alone if longest > _MUCH else [behind]:
+            self._catch_up_on(rows, cache, longest)
+
+    def _catch_up_on(self, behind: list[list[int]], cache: KVCache, longest: int) -> None:
         size = _MOST_READ if longest <= _MUCH else chunk_between(self._options.prefill_chunk, self._backend, 1)
-        for start in range(0, longest, size):
+        for start in range(0, max(map(len, behind)), size):
             parts = [row[start : start + size] for row in behind]
             counts, before = [len(part) for part in parts], cache.lengths
             # Padding, of the first row alone, gives few widths.
