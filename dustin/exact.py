@@ -89,7 +89,8 @@ def _end(engine: Engine, block: _Block, drafts: Drafts, room: dict[int, int]) ->
 def _draft_last(engine: Engine, block: _Block, ending: set[int]) -> None:
     """Drafts after the provisional tokens of the rows that have none yet, up to the end of the block."""
     most, room, began = engine.chosen.num_draft_tokens, _room(engine, ending), engine.clock()
-    if not most or not any(room.values()):
+    # What was begun is taken also where there is no room for it: the drafts after the check can then be begun too.
+    if not most or not (any(room.values()) or (room and engine.warp.greedy and engine.drafter.foresees)):
         return
     _end(engine, block, engine.draft(set(room), most, False), room)
     if engine.planner is not None:

@@ -53,7 +53,7 @@ def texts(session: Any, foresees: bool, lengths: tuple[int, ...], tokens: int) -
     requests = [RequestOptions(max_tokens=tokens - 3 * b, ignore_eos=True) for b in range(len(prompts))]
     run = session._start(prompts, requests)
     engine = run.engine
-    counts = {"begun": 0, "used": 0}
+    counts = {"begun": 0, "used": 0, "made": 0}
     if not foresees:
         engine.drafter._foresees = None
     plain, served = engine.drafter.foresee, engine.drafter._propose_begun
@@ -65,6 +65,7 @@ def texts(session: Any, foresees: bool, lengths: tuple[int, ...], tokens: int) -
     def propose(*given: Any) -> Any:
         made = served(*given)
         counts["used"] += made is not None
+        counts["made"] += 1
         return made
 
     engine.drafter.foresee, engine.drafter._propose_begun = foresee, propose
@@ -88,9 +89,11 @@ def test_rounds_are_those_of_steps_begun_late(mode, lengths):
     expected, none, _ = texts(session, False, lengths, 16)
     got, counts, rounds = texts(session, True, lengths, 16)
     assert got == expected
-    assert none == {"begun": 0, "used": 0}
-    # Some drafts were kept and some not, and all that was begun serves but at the end of a row, or of a block.
+    assert none == {"begun": 0, "used": 0, "made": counts["made"]}
+    # Some drafts were kept and some not, and all that was begun serves but at the end of a row.
     assert len(expected[1]) > 1
+    # Not begun were the first drafts and, for want of room in the cache, those near the end of a text.
+    assert counts["made"] - counts["used"] <= (3 if mode != "exact" else 5)
     wasted = counts["begun"] - counts["used"]
     assert counts["used"] >= 2 and wasted <= 2
 
@@ -167,11 +170,16 @@ def slot_texts(session: Any, ahead: bool) -> tuple[list[list[int]], int]:
     return [row.generated for row in made], steps
 
 
+def same_texts(found: tuple[list[list[int]], int], expected: tuple[list[list[int]], int]) -> None:
+    """Who joins waits for the round that was begun before: at most one more for each of the four."""
+    assert found[0] == expected[0] and expected[1] <= found[1] <= expected[1] + 4
+
+
 @interpreted
 @pytest.mark.parametrize("mode", ["ar", pytest.param("dense", marks=pytest.mark.slow)])
 def test_slots_that_are_taken_anew_are_those_of_steps_begun_late(mode):
     session = make_session(mode, drafter="none" if mode == "ar" else "draft")
-    assert slot_texts(session, True) == slot_texts(session, False)
+    same_texts(slot_texts(session, True), slot_texts(session, False))
 
 
 @pytest.mark.gpu
@@ -180,7 +188,7 @@ def test_slots_on_a_gpu_that_are_taken_anew_are_those_of_steps_begun_late(mode):
     session = make_session(mode, "cuda", drafter="none" if mode == "ar" else "draft")
     expected = slot_texts(session, False)
     for _ in range(3):
-        assert slot_texts(session, True) == expected
+        same_texts(slot_texts(session, True), expected)
 
 
 def test_a_plain_step_serves_the_rows_that_it_was_begun_for():
@@ -206,11 +214,11 @@ def test_rounds_on_a_gpu_are_those_of_steps_begun_late(mode, lengths, graphs):
     if not graphs:
         session.target.use_graphs = session.draft.use_graphs = session.backend._replays.enabled = False
     expected, none, _ = texts(session, False, lengths, 60)
-    assert none == {"begun": 0, "used": 0} and len(expected[1]) > 1
+    assert none["used"] == 0 and len(expected[1]) > 1
     for _ in range(2):
         got, counts, rounds = texts(session, True, lengths, 60)
         assert got == expected
-        assert counts["used"] >= 10 and counts["begun"] - counts["used"] <= 2
+        assert counts["used"] >= 10 and counts["begun"] - counts["used"] <= 2 and counts["made"] - counts["used"] <= 8
 
 
 @interpreted
