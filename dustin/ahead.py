@@ -6,8 +6,8 @@ wait. What was begun serves a round whose rows are as the verdict leaves them: i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dustin.interfaces import BegunDrafts, BegunForward, HostVerdict, TokenSet
 from dustin.sequence import Sequence as Row
@@ -28,6 +28,14 @@ class Ahead:
     token_set: TokenSet | None
     set_lengths: tuple[int, ...]
     verdict: HostVerdict | None = None
+
+    def those(self, active: set[int]) -> set[int]:
+        """See PlainAhead.those."""
+        return {b for b in active if self.active[b]} or active
+
+    def without(self, row: int) -> Ahead:
+        """The same for all rows but one, which begins a new sequence."""
+        return replace(self, active=tuple(on and b != row for b, on in enumerate(self.active)))
 
     def serves(
         self,
@@ -56,12 +64,14 @@ class Ahead:
 
 @dataclass
 class PlainAhead:
-    """A plain step that was begun: row b, then of known[b] tokens, feeds the token that `verdict` (None: not yet read) gave it."""
+    """A plain step that was begun: row b, with known[b] tokens before, feeds the token that `verdict` (None: not yet read) gave it,
+    or given[b], which the host had."""
 
     begun: BegunForward
     rows: tuple[Row | None, ...]
     known: tuple[int, ...]
     verdict: HostVerdict | None = None
+    given: Mapping[int, int] = field(default_factory=dict)
 
     def those(self, rows: Sequence[Row], active: set[int]) -> set[int]:
         """Of the rows `active` those that the step was begun for: who has joined since waits for it rather than have it taken
@@ -75,6 +85,6 @@ class PlainAhead:
         for b in taking:
             row, before = rows[b], self.known[b]
             same = row is self.rows[b] and len(row.tokens) == before + 1 and held[b] == before
-            if not same or row.tokens[-1] != self.verdict.tokens[b][0]:
+            if not same or row.tokens[-1] != (self.given[b] if b in self.given else self.verdict.tokens[b][0]):
                 return False
         return True

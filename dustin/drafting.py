@@ -67,6 +67,10 @@ class NoDrafter:
     ) -> None:
         """Nothing to begin."""
 
+    def those(self, active: set[int]) -> set[int]:
+        """All of them."""
+        return active
+
     def settle(self, verdict: HostVerdict) -> None:
         """Nothing was begun."""
 
@@ -122,7 +126,7 @@ class ModelDrafter(NoDrafter):
 
     def admit(self, row: int, keep: int, source: int) -> None:
         """Keep what is dense of the first `keep` rows of `source`."""
-        self.ahead = None
+        self.ahead = self.ahead and self.ahead.without(row)
         if self.cache is None:
             raise RuntimeError("admit was called before start")
         kept = min(keep, self.dense_rows[source])
@@ -269,6 +273,10 @@ class ModelDrafter(NoDrafter):
         )
         if begun is not None:
             self.ahead = Ahead(begun, tuple(known), tuple(active), held, token_set, tuple(set_lengths))
+
+    def those(self, active: set[int]) -> set[int]:
+        """Those for whom drafts were begun: who has joined since waits a round rather than have them made again for all."""
+        return active if self.ahead is None else self.ahead.those(active)
 
     @property
     def foresees(self) -> bool:  # type: ignore[override]

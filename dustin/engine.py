@@ -177,8 +177,7 @@ class Engine:
 
     def _round(self, mode: str) -> list[Event]:
         began = self.clock()
-        taking = {row.row for row in self.rows if row.active}
-        taking = taking if self._ahead is None else self._ahead.those(self.rows, taking)
+        taking = self._taking()
         sparse = mode not in ("ar", "dense")
         planned = 0 if mode == "ar" else self.chosen.num_draft_tokens
         choosing = sparse or (mode == "dense" and self._drafts_sparsely())
@@ -205,6 +204,13 @@ class Engine:
             look.seconds = self.clock() - began
             look.warm = not (planned and self.drafter.cold)
         return events
+
+    def _taking(self) -> set[int]:
+        """The rows of this round: those that it was begun ahead for; all that are active where none of it was."""
+        active = {row.row for row in self.rows if row.active}
+        if self._ahead is not None:
+            return self._ahead.those(self.rows, active)
+        return self.drafter.those(active) if self.warp.greedy and not self.warp.penalised else active
 
     def look(self, kind: str, planned: int, host: HostVerdict, taking: set[int], began: float) -> None:
         """What the planner learns of a round; rows near their last token, which may not draft as planned, tell nothing."""
@@ -273,19 +279,25 @@ class Engine:
         plain = self.chosen.mode == "ar"
         if not (isinstance(self.target, ForwardAhead) if plain else drafts.tokens is not None and self.drafter.foresees):
             return
-        if plain and any(row.active and row.row not in taking for row in self.rows):
-            # Who waited for this round has a token that the device has not: the next one is everybody's.
+        # Who has joined since this round was begun waits for the next: the host alone has its token. In a block all begin together.
+        waiting = {row.row for row in self.rows if row.active and row.row not in taking and self.chosen.mode != "exact"}
+        if waiting and not plain:
             return
-        going = [row.row in taking and row.remaining > 1 for row in self.rows]
+        going = [row.row in waiting or (row.row in taking and row.remaining > 1) for row in self.rows]
         # Log-probabilities are read with the verdict, after whatever the device has been told to do.
         wanted = any(row.request.top_logprobs is not None for row in self.rows)
         if wanted or not any(going) or not self.warp.greedy or self.warp.penalised:
             return
         known = [len(row.tokens) for row in self.rows]
         if plain and isinstance(self.target, ForwardAhead):
-            begun = self.target.forward_ahead(verdict.tokens, [int(on) for on in going], self.target_cache, tap=self.tap)
+            fed, given = verdict.tokens, {b: self.rows[b].tokens[-1] for b in waiting}
+            if waiting:
+                mine = self.backend.tokens([[given.get(row.row, 0)] for row in self.rows])
+                fed = self.backend.insert_tokens(mine, [0] * len(known), fed, [int(row.row not in waiting) for row in self.rows])
+            begun = self.target.forward_ahead(fed, [int(on) for on in going], self.target_cache, tap=self.tap)
             rows = tuple(row if on else None for row, on in zip(self.rows, going, strict=True))
-            self._ahead = PlainAhead(begun, rows, tuple(known)) if begun is not None else None
+            known = [n - (b in waiting) for b, n in enumerate(known)]
+            self._ahead = PlainAhead(begun, rows, tuple(known), given=given) if begun is not None else None
         else:
             rest = self._set_of_draft(taking), self._set_lengths(taking)
             self.drafter.foresee(verdict, drafts.num_drafts, known, going, self.chosen.num_draft_tokens, *rest)
@@ -370,7 +382,8 @@ class Engine:
     def roll_back(self, drafted: Seq[int] = ()) -> None:
         """Drop rejected rows by length only: the last working token has no target KV yet. Row b's draft keeps drafted[b] more."""
         cache = self.target_cache
-        working = [len(row.tokens) for row in self.rows]
+        # Of who joins all prompt rows stay: its first token is not there yet.
+        working = [len(row.tokens) + row.joining for row in self.rows]
         cache.rollback([min(have, length - 1) for have, length in zip(cache.lengths, working, strict=True)])
         self.drafter.commit([length + n for length, n in zip(working, drafted or [0] * len(working), strict=True)])
         self.memory.roll_back(cache.lengths)

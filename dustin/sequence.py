@@ -56,7 +56,8 @@ class Sequence:
 
     `tokens` are the working tokens: committed ones, then (mode exact) provisional ones that a dense check may still cut.
     `dense_rows` counts the leading KV rows that are what dense attention would have written. `reading` is True while the
-    prompt is read in chunks, beside others' rounds. `stats` counts this request's drafts alone.
+    prompt is read in chunks, beside others' rounds, `joining` while all of it is read and its first token is not there yet. `stats`
+    counts this request's drafts alone.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Sequence:
         self.dense_rows = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
-        self.reading = False
+        self.reading = self.joining = False
         self.stats = Stats()
         self.uniforms = UniformStream(request.sampling.seed)
         self.draft_rate = 1.0

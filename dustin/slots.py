@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from dustin.config import EngineOptions, RequestOptions
 from dustin.engine import Engine
 from dustin.errors import UsageError
-from dustin.interfaces import Drafter, Drafts, KVCache, Tap, TokenLogprobs
+from dustin.interfaces import Drafter, Drafts, ForwardResult, KVCache, Tap, TokenLogprobs, Verdict
 from dustin.planning import AutoPlanner
 from dustin.prefill import padded_tokens, piece_alone, read_together, recorded_prompts
 from dustin.sequence import Event, Sequence, warp_batch
@@ -67,6 +67,7 @@ class SlotEngine(Engine):
         self.reused = [0] * num_slots
         self._arrived, self._passed = [0] * num_slots, 0
         self._overdue: Sequence | None = None
+        self._joined: list[tuple[set[int], Verdict, ForwardResult]] = []
         self._share = share
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._scoring: dict[int, int] = {}
@@ -175,7 +176,7 @@ class SlotEngine(Engine):
         row = self.rows[slot]
         if row.finish_reason is None:
             row.finish_reason = reason
-        row.reading = False
+        row.reading = row.joining = False
         self._following.pop(slot, None)
         self._scoring.pop(slot, None)
         self._refresh_warp()
@@ -184,13 +185,17 @@ class SlotEngine(Engine):
 
     def read_chunk(self, most: int) -> list[Event]:
         """Read about `most` prompt tokens of the slots that are reading (see `_in_turn`); a whole prompt gives its first token."""
+        self.begin_chunk(most)
+        return self.finish_chunk()
+
+    def begin_chunk(self, most: int) -> None:
+        """Tell the device to read them. A round of the others may come before `finish_chunk`: it waits for its own tokens alone."""
         if not self.reading:
-            return []
+            return
         began = time.perf_counter()
         self._follow()
         for slot in list(self._scoring):
             self._score_prompt(slot)
-        events: list[Event] = []
         spent = 0
         while (reading := self._in_turn()) and spent < most:
             shares = self._shares(reading, most)
@@ -198,18 +203,37 @@ class SlotEngine(Engine):
             if spent and spent + sum(shares) > most + most // 4:
                 break
             self._note_turn(reading, shares)
-            events += self._read(shares)
+            self._read(shares)
             spent += sum(shares)
             if not recorded_prompts(self.backend):
                 break
         self.disturbed = True
+        self.stats.prefill_seconds += time.perf_counter() - began
+
+    def finish_chunk(self) -> list[Event]:
+        """The first tokens of the prompts that `begin_chunk` read to their ends."""
+        began, events = time.perf_counter(), []
+        joined, self._joined = self._joined, []
+        for joining, verdict, out in joined:
+            # Read before anything that the device was told later, but for log-probabilities.
+            host = self.read(verdict, out)
+            # Not those that were released meanwhile.
+            joining = {slot for slot in joining if self.rows[slot].joining}
+            if not joining:
+                continue
+            self._set_reading(joining, False)
+            self.memory.join(joining)
+            self.memory.learn_last(out.queries, joining)
+            events += self.commit(Drafts(None, (0,) * len(self.rows)), host, joining, count=False)
+            self._after(events)
         self.stats.prefill_seconds += time.perf_counter() - began
         return events
 
     def _in_turn(self) -> list[Sequence]:
         """Those that may read on, in whose turn it is: who has least left first, so that most answers begin soon; of those with as
         much the first to come. Who came before all others and is overtaken reads every fifth time."""
-        reading = [row for row in self.reading if row.row not in self._following and row.row not in self._scoring]
+        waiting = {*self._following, *self._scoring}
+        reading = [row for row in self.reading if not row.joining and row.row not in waiting]
         left = self._unread
         return sorted(reading, key=lambda row: (row is not self._overdue, left(row), self._arrived[row.row]))
 
@@ -237,7 +261,7 @@ class SlotEngine(Engine):
         self._passed = 0 if shares[oldest.row] else self._passed + 1
         self._overdue = oldest if self._passed >= _OVERTAKEN else None
 
-    def _read(self, shares: list[int]) -> list[Event]:
+    def _read(self, shares: list[int]) -> None:
         """One call of the target, and one of the draft, for shares[b] prompt tokens of each slot."""
         cache = self.target_cache
         goals = [have + share if share else 0 for have, share in zip(cache.lengths, shares, strict=True)]
@@ -252,7 +276,8 @@ class SlotEngine(Engine):
             row.tokens[have:goal] if goal and there >= len(want) else []
             for row, have, goal, want, there in zip(self.rows, cache.lengths, goals, wanted, reached, strict=True)
         ]
-        return self._read_parts(parts) if any(parts) else []
+        if any(parts):
+            self._read_parts(parts)
 
     def _score_prompt(self, slot: int) -> None:
         """Read a piece of the slot's prompt and note the log-probability of each of its tokens given those before it."""
@@ -282,7 +307,7 @@ class SlotEngine(Engine):
         if last == row.prompt_length - 1:
             del self._scoring[slot]
 
-    def _read_parts(self, parts: list[list[int]]) -> list[Event]:
+    def _read_parts(self, parts: list[list[int]]) -> None:
         cache = self.target_cache
         joining = {
             row.row
@@ -300,20 +325,19 @@ class SlotEngine(Engine):
             if part:
                 row.dense_rows = cache.lengths[row.row]
         if not joining:
-            return []
-        for row in self.rows:
-            if row.row in joining:
-                row.reading = False
-        self._refresh_warp()
-        self.memory.join(joining)
+            return
         # The first token is a verification without drafts.
-        none = Drafts(None, (0,) * len(self.rows))
         self._uniforms = [row.uniforms.draw(1) if row.row in joining else [] for row in self.rows]
-        verdict = self.judge(none, out)
-        self.memory.learn_last(out.queries, joining)
-        events = self.commit(none, self.read(verdict, out), joining, count=False)
-        self._after(events)
-        return events
+        self._set_reading(joining, False)
+        verdict = self.judge(Drafts(None, (0,) * len(self.rows)), out)
+        self._set_reading(joining, True)
+        self._joined.append((joining, verdict, out))
+
+    def _set_reading(self, joining: set[int], reading: bool) -> None:
+        """Whether these rows, whose first token is not read yet, take part."""
+        for slot in joining:
+            self.rows[slot].reading = self.rows[slot].joining = reading
+        self._refresh_warp()
 
     # Rounds.
 

@@ -170,6 +170,10 @@ class Drafter(Protocol):
         known[b] counts the working tokens of row b before the judged ones; set and lengths as in RoundState."""
         ...
 
+    def those(self, active: set[int]) -> set[int]:
+        """The rows of `active` that a greedy round takes: those that drafts were begun for, all where none were."""
+        ...
+
     def settle(self, verdict: HostVerdict) -> None:
         """What the host has read of the verdict that `foresee` was given."""
         ...

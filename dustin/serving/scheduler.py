@@ -294,14 +294,15 @@ class Scheduler:
         engine = self._the_engine
         while engine.free and (job := self._next()) is not None:
             self._admit(job)
-        if not engine.active:
-            most = shared_chunk(self.engine_options.prefill_chunk, engine.backend, len(engine.reading))
-            self._hand_out(engine.read_chunk(most))
+        reading = len(engine.reading)
+        if engine.active:
+            engine.begin_chunk(chunk_between(self.options.prefill_tokens, engine.backend, reading))
         else:
-            most = chunk_between(self.options.prefill_tokens, engine.backend, len(engine.reading))
-            self._hand_out(engine.read_chunk(most))
-            if engine.active:
-                self._hand_out(engine.step())
+            engine.begin_chunk(shared_chunk(self.engine_options.prefill_chunk, engine.backend, reading))
+        # The round of those who stream is told to the device, and read, while it is at the prompts.
+        if engine.active:
+            self._hand_out(engine.step())
+        self._hand_out(engine.finish_chunk())
 
     def _next(self) -> Job | None:
         with self._wake:
