@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,33 @@ class ModelConfig:
             raise ModelError(f"windows has {len(self.windows)} entries, expected one for each of {self.num_layers} layers")
 
 
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings",
+)  # fmt: skip
+_OPTIONAL = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+
+
+def check_numbers(config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a field of a config.json that is missing or no number of its kind."""
+    for name in (*_COUNTS, "rms_norm_eps", "rope_theta"):
+        value, whole = config.get(name), name in _COUNTS
+        if value is None and name not in _OPTIONAL:
+            raise ModelError(f"config.json lacks {name!r}: the model folder is incomplete")
+        kinds = (int,) if whole else (int, float)
+        if value is not None and (type(value) not in kinds or not value >= (1 if whole else 1e-30)):
+            expected = "a whole number from 1 on" if whole else "a number above 0"
+            raise ModelError(f"config.json has {value!r} as {name}, expected {expected}")
+
+
+def check_layers(names: Iterable[str], num_layers: int) -> None:
+    """Raise ModelError where weights of these names have a layer that their configuration knows nothing of."""
+    found = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
+    last = max((int(match[1]) for match in found if match), default=-1)
+    if last >= num_layers:
+        raise ModelError(f"config.json has {num_layers} layers, but the weights have a layer {last}: they are of different models")
+
+
 def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """Sliding width of each layer. Mistral slides everywhere, Qwen where it is switched on, and then from a layer on."""
     window = config.get("sliding_window")
@@ -67,25 +95,23 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(f"partial_rotary_factor is {config['partial_rotary_factor']}, expected 1: RoPE turns whole heads")
     if "quantization_config" in config:
         raise ModelError("quantization_config is set, expected plain fp32, fp16 or bf16 weights (or a .gguf file)")
+    check_numbers(config)
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
-    try:
-        num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-            context_length=config["max_position_embeddings"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
-            rope_scaling=scaling,
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            windows=_windows(config, architecture, num_layers),
-        )
-    except KeyError as error:
-        raise ModelError(f"config.json lacks {error}: the model folder is incomplete") from error
+    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        context_length=config["max_position_embeddings"],
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        windows=_windows(config, architecture, num_layers),
+    )

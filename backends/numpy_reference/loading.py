@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dustin.backends.common.config import ARCHITECTURES, check_layers, check_numbers
+from dustin.backends.common.folders import read_json, weight_files
 from dustin.backends.numpy_reference.cache import Floats
 from dustin.backends.numpy_reference.model import ModelConfig, NumpyModel
 from dustin.errors import ModelError
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
@@ -40,33 +40,31 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(f"architecture is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {config['hidden_act']!r}, expected silu")
+    check_numbers(config)
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     attention_bias = bool(config.get("attention_bias", False))
-    try:
-        num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-        return ModelConfig(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-            context_length=config["max_position_embeddings"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
-            rope_scaling=scaling,
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-            output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_softcap=config.get("attn_logit_softcapping"),
-            windows=_windows(config, architecture, num_layers),
-            architecture=architecture,
-        )
-    except KeyError as error:
-        raise ModelError(f"config.json lacks {error}: the model folder is incomplete") from error
+    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    return ModelConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        context_length=config["max_position_embeddings"],
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+        output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_softcap=config.get("attn_logit_softcapping"),
+        windows=_windows(config, architecture, num_layers),
+        architecture=architecture,
+    )
 
 
 def to_float64(data: bytes, dtype: str, shape: tuple[int, ...], name: str) -> Floats:
@@ -94,14 +92,9 @@ def load(source: Path) -> NumpyModel:
     """The model in folder `source`. Raise ModelError that says what is missing or damaged."""
     if not source.is_dir():
         raise ModelError(f"{source} is no folder; the numpy backend reads folders of safetensors (for .gguf use the torch backend)")
-    try:
-        parsed = json.loads((source / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source / 'config.json'} cannot be read: {error}") from error
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{source} holds no .safetensors file")
+    config = config_from_hf(read_json(source / "config.json"))
     weights: dict[str, Floats] = {}
-    for path in files:
+    for path in weight_files(source):
         weights.update(read_tensors(path))
-    return NumpyModel(config_from_hf(parsed), weights, name=source.name)
+    check_layers(weights, config.num_layers)
+    return NumpyModel(config, weights, name=source.name)

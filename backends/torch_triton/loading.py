@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dustin.backends.common.config import check_layers
 from dustin.backends.common.folders import read_json, weight_files
 from dustin.backends.torch_triton.config import ModelConfig, config_from_hf
 from dustin.backends.torch_triton.sharding import Part
@@ -54,6 +55,7 @@ def open_folder(source: Path) -> tuple[ModelConfig, Fetch]:
     config = config_from_hf(read_json(source / "config.json"))
     files = weight_files(source)
     where = {name: path for path in files for name in _open(path).keys()}
+    check_layers(where, config.num_layers)
 
     def fetch(name: str, part: Part | None = None) -> torch.Tensor | None:
         if name not in where:
