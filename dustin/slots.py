@@ -67,7 +67,7 @@ class SlotEngine(Engine):
         self.reused = [0] * num_slots
         self._arrived, self._passed = [0] * num_slots, 0
         self._overdue: Sequence | None = None
-        self._joined: list[tuple[set[int], Verdict, ForwardResult]] = []
+        self._joined: list[tuple[list[Sequence], Verdict, ForwardResult]] = []
         self._share = share
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._scoring: dict[int, int] = {}
@@ -214,11 +214,11 @@ class SlotEngine(Engine):
         """The first tokens of the prompts that `begin_chunk` read to their ends."""
         began, events = time.perf_counter(), []
         joined, self._joined = self._joined, []
-        for joining, verdict, out in joined:
+        for rows, verdict, out in joined:
             # Read before anything that the device was told later, but for log-probabilities.
             host = self.read(verdict, out)
             # Not those that were released meanwhile.
-            joining = {slot for slot in joining if self.rows[slot].joining}
+            joining = {row.row for row in rows if self.rows[row.row] is row and row.joining}
             if not joining:
                 continue
             self._set_reading(joining, False)
@@ -331,7 +331,7 @@ class SlotEngine(Engine):
         self._set_reading(joining, False)
         verdict = self.judge(Drafts(None, (0,) * len(self.rows)), out)
         self._set_reading(joining, True)
-        self._joined.append((joining, verdict, out))
+        self._joined.append(([self.rows[slot] for slot in joining], verdict, out))
 
     def _set_reading(self, joining: set[int], reading: bool) -> None:
         """Whether these rows, whose first token is not read yet, take part."""

@@ -68,9 +68,10 @@ def serve(
             row = Row(engine.free[0], prompt, request, request.max_tokens, frozenset(), None)
             engine.admit(row)
             rows.append(row)
-        events += engine.read_chunk(chunk)
+        engine.begin_chunk(chunk)
         if engine.active:
             events += engine.step()
+        events += engine.finish_chunk()
     return rows, events
 
 
@@ -349,7 +350,7 @@ def test_random_schedules(data: st.DataObject) -> None:
     engine = opened(options(mode), drafter, data.draw(st.integers(1, 3)))
     done: list[Row] = []
     for _ in range(data.draw(st.integers(5, 25))):
-        action = data.draw(st.sampled_from(["admit", "admit", "read", "read", "step", "step", "step", "release"]))
+        action = data.draw(st.sampled_from(["admit", "admit", "read", "begin", "step", "step", "end", "step", "release"]))
         if action == "admit" and engine.free:
             n = data.draw(st.integers(0, 5))
             prompt = data.draw(st.sampled_from([PROMPTS, ALIKE]))[n]
@@ -358,6 +359,10 @@ def test_random_schedules(data: st.DataObject) -> None:
             done.append(row)
         elif action == "read":
             engine.read_chunk(data.draw(st.integers(1, 20)))
+        elif action == "begin":
+            engine.begin_chunk(data.draw(st.integers(1, 20)))
+        elif action == "end":
+            engine.finish_chunk()
         elif action == "step" and engine.active:
             engine.step()
         elif action == "release":
