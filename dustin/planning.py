@@ -22,7 +22,7 @@ __all__ = ["AutoPlanner", "Look", "Plan"]
 _MIN_KV_SHARE = 0.4
 # Change plans for this much more speed. A mode out of use gets a look for a share of the time: the larger one while it would
 # win if the evidence were one standard error better.
-_MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.05
+_MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.01, 0.05
 # Drafts are given up for plain decoding where they would lose even if acceptance were so many standard errors better: a few bad
 # rounds are chance, and without drafts nothing is learnt that could correct it.
 _GIVE_UP = 1.0
@@ -154,13 +154,15 @@ class AutoPlanner:
     def drafts_soon(self, lengths: Sequence[int], idle: int, left: int, unread: int) -> bool:
         """Whether drafts are expected to serve rows of these lengths, the first of which is new: the draft has yet to read `unread`
         tokens of it, and at most `left` are to come."""
-        if self._home.mode != "ar" or not self.habits.dense.known or not self._worth_trying(lengths):
+        drafting = self._home.mode != "ar" and len(lengths) > 1
+        if drafting or not self.habits.dense.known or not self._worth_trying(lengths):
             return True
         self._costs = self.prices.of(self._drafter, lengths, self._costs, idle)
         self._length, self._batch, self._left, self._unread = sum(lengths) / len(lengths), len(lengths), left, unread
-        # The next round is thought over by itself.
-        self._settled = -1
-        return self._best(self._known_budgets(lengths)).mode != "ar"
+        # A text alone begins from nothing; its first round is thought over by itself.
+        self._home, self._settled = AR, -1
+        self._home = self._best(self._known_budgets(lengths))
+        return self._home.mode != "ar"
 
     def worth_warming(self, lengths: Sequence[int]) -> list[Plan]:
         """The block, if any, that a warm-up for rows of these lengths should meet beside plain and dense rounds.

@@ -6,7 +6,6 @@ measured histograms of drafts kept in a round, with easy and hard stretches. Any
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import numpy as np
 from dustin import cost_model
 from dustin.evidence import PriceList
 from dustin.interfaces import ModelSpec
-from dustin.planning import AutoPlanner
+from dustin.planning import AutoPlanner, few_drafts
 from dustin.plans import Look, Plan
 
 BUDGET = 1024
@@ -103,6 +102,7 @@ class Machine:
     noise: float = 0.02
     recorded: set[Any] = field(default_factory=set)
     trace: list[tuple[Plan, float, float]] = field(default_factory=list)
+    milliseconds: float = 0.0
 
     def play(self, choose: Callable[..., Plan], record: Callable[..., None] | None = None, unread: int = 0) -> float:
         """Tokens a second of all rows; `unread` tokens of a prompt the draft has not read when the call begins."""
@@ -137,6 +137,7 @@ class Machine:
                 record(looks, 1e-3 * (ms + late), 1e-3 * new)
             total += ms + late + new
             self.trace.append((plan, ms + late + new, made))
+        self.milliseconds = total
         return 1e3 * self.tokens * len(rows) / total
 
     def _round(
@@ -169,18 +170,44 @@ def fixed(cell: Cell, plan: Plan, seed: int, tokens: int = TOKENS) -> float:
 
 def best_fixed(cell: Cell, seed: int, tokens: int = TOKENS, most: int = 8) -> tuple[Plan, float]:
     """The best plan of the menu for this very text, and what it makes."""
-    from dustin.planning import few_drafts
-
     plans = [Plan("ar"), *(Plan("dense", n) for n in few_drafts(most))]
     return max(((plan, fixed(cell, plan, seed, tokens)) for plan in plans), key=lambda found: found[1])
 
 
 def run(prices: PriceList, cell: Cell, seed: int, tokens: int = TOKENS, recorded: set[Any] | None = None, **more: Any) -> Machine:
-    """One call in mode auto; the machine has its trace and `speed`."""
+    """One call in mode auto; the machine has its trace."""
     chosen = planner(prices)
     machine = Machine(cell, seed, tokens, recorded=recorded if recorded is not None else set(), **more)
-    machine.speed = machine.play(chosen.choose, chosen.record)  # type: ignore[attr-defined]
+    machine.play(chosen.choose, chosen.record)
     return machine
 
 
-__all__ = ["CELLS", "Cell", "Machine", "best_fixed", "fixed", "flags", "json", "planner", "replace", "run"]
+def warmed(prices: PriceList, batch: int, most: int = 8) -> PriceList:
+    """What a warm-up leaves: plain and dense rounds with few numbers of drafts were met."""
+    prices.warm("draft", batch, {("plain", 0), *(("dense", n) for n in few_drafts(most))})
+    return prices
+
+
+Answers = list[tuple[int, dict[int, float]]]
+
+
+def serve(cell: Cell, answers: Answers, mode: str, seed: int = 0, drafts: int = 5) -> float:
+    """Milliseconds that one client waits for answers of so many tokens to texts that accept as the histograms say, the draft's
+    reading of their prompts with it; one planner for all, as a server has."""
+    chosen = planner(warmed(PriceList(), 1, 5), 5)
+    total = 0.0
+    for number, (tokens, kept) in enumerate(answers):
+        place = replace(cell, kept=kept)
+        machine = Machine(place, seed + number, tokens, recording=0.0)
+        unread = 0
+        if mode == "auto":
+            chosen.begin_text()
+            unread = cell.context if not chosen.drafts_soon([cell.context], 0, 256, cell.context) else 0
+            machine.play(lambda *a, left, **k: chosen.choose(*a, left=left + 256 - tokens, **k), chosen.record, unread)  # noqa: B023
+            chosen.prices.note_answer(tokens)
+        else:
+            plan = Plan("ar") if mode == "ar" else Plan("dense", drafts)
+            machine.play(lambda *a, plan=plan, **k: plan)
+        read = 0.0 if mode == "ar" or unread else machine.unread_ms * cell.context
+        total += machine.milliseconds + read
+    return total
