@@ -12,7 +12,7 @@ import click
 
 from dustin import __version__
 from dustin.cli_options import CONTEXT, debug_option
-from dustin.config_file import read_config, variable
+from dustin.config_file import name_variables, read_config, variable
 from dustin.errors import DustinError, RankError, UsageError
 from dustin.help_pages import Ordered
 from dustin.launch import alone, as_rank, kind, needs_ranks, rank
@@ -49,6 +49,7 @@ def _register() -> None:
 
     for command in (generate, chat, serve, bench, calibrate, trace, doctor, models, config, completion):
         cli.add_command(command)
+    name_variables(cli)
 
 
 _register()
@@ -113,6 +114,9 @@ def _advice(error: click.ClickException) -> str:
         return ""
     if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
         source = ctx.get_parameter_source(str(error.param.name))
+        if source is click.core.ParameterSource.DEFAULT_MAP:
+            path = tuple(ctx.command_path.split()[1:])
+            return f" (from {ctx.find_root().obj['settings'].origins.get((path, error.param.name), 'a configuration file')})"
         return f" (from the variable {variable(error.param)})" if source is click.core.ParameterSource.ENVIRONMENT else ""
     if "unexpected extra argument" in error.message and any(isinstance(param, click.Argument) for param in ctx.command.params):
         return ": put text with spaces in quotes"

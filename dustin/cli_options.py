@@ -34,7 +34,8 @@ class LayerList(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """`14,19-21` -> (14, 19, 20, 21). Fail on anything else, and on a range that goes down."""
         if not isinstance(value, str):
-            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+            # From a file: a list, or one layer; what its numbers are is checked with the other options.
+            return tuple(value) if isinstance(value, (list, tuple)) else (value,)
         try:
             return () if value == "none" else tuple(layer for part in value.split(",") for layer in self._layers(part))
         except ValueError:

@@ -79,7 +79,7 @@ def _read(group: click.Group, content: dict[str, Any], path: Path, settings: Set
         if _plain(key) not in every:
             raise UsageError(f"{path}: no command has an option {key!r}{_nearest(key, every)}")
     for command, known in names.items():
-        _take(commands[command], command, {key: value for key, value in shared.items() if _plain(key) in known}, path, settings)
+        _take(commands[command], command, {k: v for k, v in shared.items() if _plain(k) in known}, path, settings, top=True)
 
     def section(command: tuple[str, ...], table: dict[str, Any]) -> None:
         if command not in commands:
@@ -100,8 +100,11 @@ def _read(group: click.Group, content: dict[str, Any], path: Path, settings: Set
             section((key,), value)
 
 
-def _take(command: click.Command, name: tuple[str, ...], table: dict[str, Any], path: Path, settings: Settings) -> None:
-    """Put one table's values, each an option of the command."""
+def _take(
+    command: click.Command, name: tuple[str, ...], table: dict[str, Any], path: Path, settings: Settings, top: bool = False
+) -> None:
+    """Put one table's values, each an option of the command. What stands at the `top` may lie outside the range of one command
+    and be fine for another: click refuses it where the first is run."""
     known = option_names(command)
     seen: dict[str, str] = {}
     for key, value in table.items():
@@ -110,7 +113,8 @@ def _take(command: click.Command, name: tuple[str, ...], table: dict[str, Any], 
         if parameter in seen:
             raise UsageError(f"{path}: {seen[parameter]!r} and {key!r} are one option: keep one of them")
         seen[parameter] = key
-        settings.put(name, parameter, _checked(option, command, value, f"{path}: {key}"), path)
+        ranged = isinstance(option.type, click.IntRange | click.FloatRange)
+        settings.put(name, parameter, _checked(option, command, value, f"{path}: {key}", not (top and ranged)), path)
 
 
 def walk(group: click.Group, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -137,15 +141,32 @@ def file_key(option: click.Option) -> str:
     return next(flag for flag in option.opts if flag.startswith("--"))[2:]
 
 
+def variables(option: click.Option) -> list[str]:
+    """The environment variables of an option: one for each long flag, and one for the name it has in the sources."""
+    if option.envvar is not None:
+        return [option.envvar] if isinstance(option.envvar, str) else list(option.envvar)
+    flags = [_plain(flag) for flag in option.opts if flag.startswith("--")]
+    return [f"DUSTIN_{name.upper()}" for name in dict.fromkeys([*flags, str(option.name)])]
+
+
 def variable(option: click.Option) -> str:
-    """The environment variable of an option."""
-    return f"DUSTIN_{str(option.name).upper()}"
+    """The environment variable of an option: that which is set, or else the first."""
+    names = variables(option)
+    return next((name for name in names if os.environ.get(name)), names[0])
+
+
+def name_variables(group: click.Group) -> None:
+    """Let every option of a group's commands read all of its variables: click knows the last of them alone."""
+    for _, command in walk(group):
+        for option in command.params:
+            if isinstance(option, click.Option) and option.expose_value:
+                option.envvar = variables(option)
 
 
 def unknown_variables(group: click.Group) -> dict[str, str]:
     """DUSTIN_* variables of the environment that mean nothing -> a hint at the nearest ones."""
     options = (option for _, command in walk(group) for option in command.params if isinstance(option, click.Option))
-    known = {variable(option) for option in options} | set(OTHER_VARIABLES)
+    known = {name for option in options for name in variables(option)} | set(OTHER_VARIABLES)
     found = sorted(name for name in os.environ if name.startswith("DUSTIN_") and name not in known)
     return {name: _nearest(name, known, spell=str) for name in found}
 
@@ -171,22 +192,24 @@ _KINDS: tuple[tuple[type[click.ParamType], tuple[type, ...], str], ...] = (
 )
 
 
-def _checked(option: click.Option, command: click.Command, value: Any, where: str) -> Any:
-    """`value` as click wants it. Raise UsageError on a wrong type, where click would convert silently."""
+def _checked(option: click.Option, command: click.Command, value: Any, where: str, convert: bool) -> Any:
+    """`value` as click wants it. Raise UsageError on a wrong type, where click would convert silently, and with `convert` for
+    what click refuses."""
     if option.multiple:
         if not isinstance(value, list):
             raise UsageError(f"{where} is {value!r}, expected a list: [{value!r}]")
-        return [_checked_one(option, command, each, where) for each in value]
-    return _checked_one(option, command, value, where)
+        return [_checked_one(option, command, each, where, convert) for each in value]
+    return _checked_one(option, command, value, where, convert)
 
 
-def _checked_one(option: click.Option, command: click.Command, value: Any, where: str) -> Any:
+def _checked_one(option: click.Option, command: click.Command, value: Any, where: str, convert: bool) -> Any:
     # Types of our own (a list of layers) check for themselves.
     kinds, expected = next(((kinds, text) for kind, kinds, text in _KINDS if isinstance(option.type, kind)), ((object,), ""))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
         raise UsageError(f"{where} is {value!r}, expected {expected}")
     try:
-        option.type.convert(value, option, click.Context(command))
+        if convert:
+            option.type.convert(value, option, click.Context(command))
     except click.BadParameter as error:
         raise UsageError(f"{where}: {error.message}") from error
     return value

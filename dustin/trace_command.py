@@ -35,7 +35,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--raw", is_flag=True, help="No chat template: go on with the text of the prompt.")
 @click.option("--output", "-o", type=_FILE, default=Path("trace.html"), show_default=True, help="The page; it needs no network.")
 @click.option("--png", type=_FILE, help="A picture too (needs matplotlib).")
-@click.option("--json", "json_path", type=_FILE, help="The raw trace too.")
+@click.option("--json", "json_path", type=_FILE, envvar="DUSTIN_JSON_PATH", help="The raw trace too.")
 @click.option(
     "--recovery-rounds", type=click.IntRange(0), default=32, show_default=True, help="Rounds whose attention is measured; 0: none."
 )

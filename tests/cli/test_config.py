@@ -14,7 +14,7 @@ import click
 import pytest
 
 from dustin import cli as command_line
-from dustin.config_file import config_path, read_config, variable, walk
+from dustin.config_file import config_path, read_config, variables, walk
 from dustin.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +73,36 @@ def test_flag_beats_variable_beats_local_file_beats_user_file_beats_default(
     assert parse(monkeypatch, [*name, "--budget", "400"])["budget"] == 400
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "parameter", "meant"),
+    [
+        ("DUSTIN_TEMP", "0.5", "temperature", 0.5),
+        ("DUSTIN_TEMPERATURE", "0.5", "temperature", 0.5),
+        ("DUSTIN_SELECT", "history", "selector", "history"),
+        ("DUSTIN_SELECTOR", "history", "selector", "history"),
+        ("DUSTIN_JSON", "true", "as_json", True),
+        ("DUSTIN_LOGPROBS", "2", "top_logprobs", 2),
+        ("DUSTIN_FILE", "a.txt", "files", ("a.txt",)),
+        ("DUSTIN_SPARSE_DRAFT", "no", "sparse_draft", False),
+    ],
+)
+def test_variables_are_called_as_the_flags_are(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, parameter: str, meant: object
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert parse(monkeypatch, ["generate", "hi"])[parameter] == meant
+
+
+def test_a_variable_of_a_wrong_value_is_named_as_it_was_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DUSTIN_TEMP", "warm")
+    assert command_line.run(["generate", "hi"]) == 2
+    assert "(from the variable DUSTIN_TEMP)" in capsys.readouterr().err
+    monkeypatch.setenv("DUSTIN_TEMP", "0.5")
+    assert shown(capsys, "config")["temp"]["source"] == "environment DUSTIN_TEMP"
+
+
 def test_a_section_beats_the_top_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("budget = 300\nmax-tokens = 5\ntemp = 0.5\n[generate]\nmax_tokens = 6\nstop = ['a', 'b']\n[chat]\nseed = 9\n")
@@ -80,6 +110,24 @@ def test_a_section_beats_the_top_of_its_file(monkeypatch: pytest.MonkeyPatch, tm
     assert (values["budget"], values["max_tokens"], values["temperature"], values["seed"]) == (300, 6, 0.5, 3)
     assert values["stop"] == ("a", "b")
     assert parse(monkeypatch, ["--config", str(file), "chat"], "chat")["seed"] == 9
+
+
+def test_a_value_at_the_top_may_suit_some_commands_only(
+    monkeypatch: pytest.MonkeyPatch, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "dustin.toml").write_text("max-tokens = 1\n")
+    assert parse(monkeypatch, ["generate", "hi"])["max_tokens"] == 1
+    assert command_line.run(["bench"]) == 2
+    assert "1 is not in the range x>=2 (from dustin.toml)" in capsys.readouterr().err
+    (place / "dustin.toml").write_text("[bench]\nmax-tokens = 1\n")
+    assert command_line.run(["generate", "hi"]) == 2
+    assert "dustin.toml: max-tokens: 1 is not in the range x>=2" in capsys.readouterr().err
+
+
+def test_a_layer_is_a_whole_number_in_files_too(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "dustin.toml").write_text("mode = 'sparse'\ndense-layers = 1.5\n")
+    assert command_line.run(["generate", "hi"]) == 2
+    assert "dense_layers is (1.5,), expected whole numbers" in capsys.readouterr().err
 
 
 def test_config_names_the_only_file(monkeypatch: pytest.MonkeyPatch, place: Path, tmp_path: Path) -> None:
@@ -178,7 +226,7 @@ def test_every_variable_in_the_sources_is_known() -> None:
     from dustin.config_file import OTHER_VARIABLES
 
     options = [option for _, command in walk(command_line.cli) for option in command.params if isinstance(option, click.Option)]
-    known = {variable(option) for option in options} | set(OTHER_VARIABLES)
+    known = {name for option in options for name in variables(option)} | set(OTHER_VARIABLES)
     for folder in ("dustin", "backends", "triton_kernels", "metal_kernels"):
         for path in (ROOT / folder).rglob("*.py"):
             used = set(re.findall(r"[\"'](DUSTIN_[A-Z_]+)[\"']", path.read_text())) - {"DUSTIN_"}
