@@ -58,9 +58,20 @@ def exact_block(engine: Engine) -> list[Event]:
     return _dense_check(engine, block, offered)
 
 
+def _last_drafts(engine: Engine) -> int:
+    """Drafts that end a block: one more than a round's, since a check costs more than what judges those.
+
+    Not where plans are priced without it, nor where what is drawn would depend on whether others go on.
+    """
+    most = engine.chosen.num_draft_tokens
+    return most + 1 if most and engine.planner is None and engine.warp.greedy else most
+
+
 def _most_provisional(engine: Engine) -> int:
     """Tokens that a row's sparse rounds propose before it waits: the block without its last drafts, where those are certain."""
-    return engine.chosen.provisional if engine.drafter.name in ("draft", "self") else engine.chosen.exact_block
+    if engine.drafter.name not in ("draft", "self"):
+        return engine.chosen.exact_block
+    return max(1, engine.chosen.provisional - (_last_drafts(engine) - engine.chosen.num_draft_tokens))
 
 
 def _room(engine: Engine, ending: set[int]) -> dict[int, int]:
@@ -88,7 +99,7 @@ def _end(engine: Engine, block: _Block, drafts: Drafts, room: dict[int, int]) ->
 
 def _draft_last(engine: Engine, block: _Block, ending: set[int]) -> None:
     """Drafts after the provisional tokens of the rows that have none yet, up to the end of the block."""
-    most, room, began = engine.chosen.num_draft_tokens, _room(engine, ending), engine.clock()
+    most, room, began = _last_drafts(engine), _room(engine, ending), engine.clock()
     # What was begun is taken also where there is no room for it: the drafts after the check can then be begun too.
     if not most or not (any(room.values()) or (room and engine.warp.greedy and engine.drafter.foresees)):
         return

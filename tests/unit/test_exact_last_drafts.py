@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,15 @@ def test_one_sparse_round_fills_what_two_filled_without_them(monkeypatch: pytest
         run(engine, PROMPTS[:1], RequestOptions(max_tokens=43))
         made[name] = len(rounds) / engine.stats.dense_checks
     assert made["draft"] < 0.6 * made["lookup"]
+
+
+def test_a_greedy_block_ends_with_one_draft_more_than_a_round_has() -> None:
+    """One sparse round of four tokens and four drafts fill a block of eight."""
+    engine = make_engine(replace(options(8, 3), budget=200), scripted("all"))
+    run(engine, PROMPTS[:2], RequestOptions(max_tokens=37))
+    # After the prompt's token: four blocks of nine.
+    assert engine.stats.dense_checks == 2 * 4 and engine.stats.checked_tokens == 8 * engine.stats.dense_checks
+    assert set(engine.stats.acceptance_histogram) == {3, 4}
 
 
 def test_an_end_of_sequence_among_the_last_drafts_ends_the_text() -> None:

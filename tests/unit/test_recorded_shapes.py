@@ -73,7 +73,8 @@ def test_the_end_of_a_text_needs_no_shape_of_its_own(mode, tokens):
     answers, (target, draft) = generate(Recording(device), (Chain, Chain), mode, tokens)
     assert answers == expected
     assert all(len(answer) == tokens for answer in answers)
-    assert set(draft.steps) == {DRAFTS}
+    # Any number of steps are replays of the same two graphs; a block ends with one more than a round has.
+    assert {DRAFTS} <= set(draft.steps) <= ({DRAFTS, DRAFTS + 1} if mode == "exact" else {DRAFTS})
     if mode == "exact":
         # After the prompt: sparse rounds, checks of a whole block, and where one token is left, that alone.
         assert set(target.rows[1:]) <= {1 + DRAFTS, 1 + BLOCK, 1}
