@@ -82,36 +82,42 @@ def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> t
     return tuple(window if i >= config.get("max_window_layers", 0) else None for i in range(num_layers))
 
 
-def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a parsed config.json. Raise ModelError on an unsupported architecture, switch or missing field."""
+def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a parsed config.json that every backend's ModelConfig has. Raise ModelError on an unsupported architecture or
+    activation, and as `check_numbers` does."""
     architecture = (config.get("architectures") or [None])[0]
     if architecture not in ARCHITECTURES:
         raise ModelError(f"architecture is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {config['hidden_act']!r}, expected silu")
+    check_numbers(config)
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    num_heads = config["num_attention_heads"]
+    return {
+        "architecture": architecture,
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // num_heads,
+        "context_length": config["max_position_embeddings"],
+        "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
+        "rope_theta": float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
+        "rope_scaling": scaling,
+        "qk_norm": architecture == "Qwen3ForCausalLM",
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a parsed config.json. Raise ModelError on an unsupported architecture, switch or missing field."""
+    shape = shape_fields(config)
     if config.get("attn_logit_softcapping"):
         raise ModelError("attn_logit_softcapping is set, expected none: this backend has no softcap in attention")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"partial_rotary_factor is {config['partial_rotary_factor']}, expected 1: RoPE turns whole heads")
     if "quantization_config" in config:
         raise ModelError("quantization_config is set, expected plain fp32, fp16 or bf16 weights (or a .gguf file)")
-    check_numbers(config)
-    scaling = config.get("rope_parameters") or config.get("rope_scaling")
-    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-        context_length=config["max_position_embeddings"],
-        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=_windows(config, architecture, num_layers),
-    )
+    return ModelConfig(**shape, windows=_windows(config, shape["architecture"], shape["num_layers"]))

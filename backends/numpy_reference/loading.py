@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dustin.backends.common.config import ARCHITECTURES, check_layers, check_numbers
+from dustin.backends.common.config import check_layers, shape_fields
 from dustin.backends.common.folders import read_json, weight_files
 from dustin.backends.numpy_reference.cache import Floats
 from dustin.backends.numpy_reference.model import ModelConfig, NumpyModel
@@ -35,35 +35,15 @@ def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> t
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a parsed config.json. Raise ModelError on an unsupported architecture or a missing field."""
-    architecture = (config.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
-        raise ModelError(f"architecture is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act is {config['hidden_act']!r}, expected silu")
-    check_numbers(config)
-    scaling = config.get("rope_parameters") or config.get("rope_scaling")
-    attention_bias = bool(config.get("attention_bias", False))
-    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    shape, biased = shape_fields(config), bool(config.get("attention_bias", False))
+    qwen2 = shape["architecture"] == "Qwen2ForCausalLM"
     return ModelConfig(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-        context_length=config["max_position_embeddings"],
-        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope_theta=float(config.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-        output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        **shape,
+        qkv_bias=qwen2 or biased,
+        output_bias=not qwen2 and biased,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_softcap=config.get("attn_logit_softcapping"),
-        windows=_windows(config, architecture, num_layers),
-        architecture=architecture,
+        windows=_windows(config, shape["architecture"], shape["num_layers"]),
     )
 
 
