@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dustin.interfaces import BegunDrafts, BegunForward, HostVerdict, TokenSet
+from dustin.interfaces import Backend, BegunDrafts, BegunForward, ForwardAhead, HostVerdict, KVCache, Tap, TokenSet, Verdict
 from dustin.sequence import Sequence as Row
 
 
@@ -88,3 +88,26 @@ class PlainAhead:
             if not same or row.tokens[-1] != (self.given[b] if b in self.given else self.verdict.tokens[b][0]):
                 return False
         return True
+
+
+def begin_plain(
+    backend: Backend,
+    model: ForwardAhead,
+    cache: KVCache,
+    tap: Tap,
+    verdict: Verdict,
+    rows: Sequence[Row],
+    going: Sequence[bool],
+    waiting: set[int],
+) -> PlainAhead | None:
+    """The plain step after `verdict` of the rows that are `going`; of those `waiting`, which took no part in what it judges, the
+    host alone has the token to feed. None where the model cannot begin it."""
+    fed, given = verdict.tokens, {b: rows[b].tokens[-1] for b in waiting}
+    if waiting:
+        mine = backend.tokens([[given.get(b, 0)] for b in range(len(rows))])
+        fed = backend.insert_tokens(mine, [0] * len(rows), fed, [int(b not in waiting) for b in range(len(rows))])
+    begun = model.forward_ahead(fed, [int(on) for on in going], cache, tap=tap)
+    if begun is None:
+        return None
+    known = tuple(len(row.tokens) - (b in waiting) for b, row in enumerate(rows))
+    return PlainAhead(begun, tuple(row if on else None for row, on in zip(rows, going, strict=True)), known, given=given)

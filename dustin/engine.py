@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import cast
 
-from dustin.ahead import PlainAhead
+from dustin.ahead import PlainAhead, begin_plain
 from dustin.config import EngineOptions
 from dustin.exact import exact_block
 from dustin.interfaces import (
@@ -279,7 +279,7 @@ class Engine:
         plain = self.chosen.mode == "ar"
         if not (isinstance(self.target, ForwardAhead) if plain else drafts.tokens is not None and self.drafter.foresees):
             return
-        # Who has joined since this round was begun waits for the next: the host alone has its token. In a block all begin together.
+        # Who has joined since this round was begun waits for the next. In a block all begin together.
         waiting = {row.row for row in self.rows if row.active and row.row not in taking and self.chosen.mode != "exact"}
         if waiting and not plain:
             return
@@ -290,14 +290,7 @@ class Engine:
             return
         known = [len(row.tokens) for row in self.rows]
         if plain and isinstance(self.target, ForwardAhead):
-            fed, given = verdict.tokens, {b: self.rows[b].tokens[-1] for b in waiting}
-            if waiting:
-                mine = self.backend.tokens([[given.get(row.row, 0)] for row in self.rows])
-                fed = self.backend.insert_tokens(mine, [0] * len(known), fed, [int(row.row not in waiting) for row in self.rows])
-            begun = self.target.forward_ahead(fed, [int(on) for on in going], self.target_cache, tap=self.tap)
-            rows = tuple(row if on else None for row, on in zip(self.rows, going, strict=True))
-            known = [n - (b in waiting) for b, n in enumerate(known)]
-            self._ahead = PlainAhead(begun, rows, tuple(known), given=given) if begun is not None else None
+            self._ahead = begin_plain(self.backend, self.target, self.target_cache, self.tap, verdict, self.rows, going, waiting)
         else:
             rest = self._set_of_draft(taking), self._set_lengths(taking)
             self.drafter.foresee(verdict, drafts.num_drafts, known, going, self.chosen.num_draft_tokens, *rest)
