@@ -179,10 +179,9 @@ def select_best(
     """
     check_tensor("scores", scores, (len(lengths), None), (torch.float32,), lengths, contiguous=False)
     check_counts(len(lengths), lengths, lengths=lengths)
-    if min(num_sink_tokens, num_recent_tokens) < 0 or budget <= num_sink_tokens + num_recent_tokens:
-        raise ValueError(
-            f"budget: expected more than {num_sink_tokens + num_recent_tokens} (sinks and recent tokens), got {budget}"
-        )
+    if min(num_sink_tokens, num_recent_tokens) < 0 or budget < max(1, num_sink_tokens + num_recent_tokens):
+        least = max(1, num_sink_tokens + num_recent_tokens)
+        raise ValueError(f"budget: expected at least {least} (sinks and recent tokens, none below 0), got {budget}")
     rows, columns = scores.shape
     block = 64 if INTERPRETED else 2048
     chunks = triton.cdiv(columns, block)

@@ -217,7 +217,7 @@ def test_the_best_by_bins_are_what_select_tokens_chooses(device: str, name: str)
     lengths = torch.tensor([columns, columns // 7, 29], dtype=torch.int32, device=device)
     for row, length in enumerate(lengths.tolist()):
         scores[row, length:] = float("-inf")
-    for budget in (30, columns // 7, columns // 5):
+    for budget in (7, 30, columns // 7, columns // 5):
         windows = {"num_sink_tokens": 2, "num_recent_tokens": 5}
         got, counts = select_best(scores, lengths, budget=budget, **windows)
         want, want_counts = select_tokens(scores, None, lengths, budget=budget, num_draft_selected=0, **windows)
@@ -225,8 +225,8 @@ def test_the_best_by_bins_are_what_select_tokens_chooses(device: str, name: str)
         for row, count in enumerate(counts.tolist()):
             assert torch.equal(got[row, :count], want[row, :count])
             assert (got[row, count:] == 0).all() or count == budget
-    with pytest.raises(ValueError, match="budget: expected more than 7 .sinks and recent tokens., got 7"):
-        select_best(scores, lengths, budget=7, **windows)
+    with pytest.raises(ValueError, match="budget: expected at least 7 .sinks and recent tokens, none below 0., got 6"):
+        select_best(scores, lengths, budget=6, **windows)
 
 
 @pytest.mark.parametrize("splits", ["merged", "fused", "default"])
