@@ -17,9 +17,10 @@ from dustin.backends.torch_triton import loading, sampling
 from dustin.backends.torch_triton.backend import TorchBackend
 from dustin.backends.torch_triton.cache import check_lengths
 from dustin.backends.torch_triton.cuda_cache import PagedCache
+from dustin.backends.torch_triton.cuda_call import MAX_GRAPH_ROWS
 from dustin.backends.torch_triton.cuda_fused import extend_set
 from dustin.backends.torch_triton.cuda_memory import named_shortage
-from dustin.backends.torch_triton.cuda_model import MAX_GRAPH_ROWS, PROMPT_ROWS, CudaModel
+from dustin.backends.torch_triton.cuda_model import PROMPT_ROWS, CudaModel
 from dustin.backends.torch_triton.cuda_replay import Inputs, Replays
 from dustin.backends.torch_triton.ops import host_values, on_device
 from dustin.backends.torch_triton.reselection import MAX_SELECTED, SCORE_ROWS

@@ -85,7 +85,6 @@ class BegunSteps:
     number: int
 
     @torch.inference_mode()
-    @torch.inference_mode()
     def finish(self, num_tokens: Sequence[int], steps: int) -> tuple[torch.Tensor, Queries] | None:
         """See BegunDrafts.finish. None where the chain ran anew since, or has no room for so many steps."""
         recorded, room = self.recorded, self.recorded.static.drafts.shape[1]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,31 +14,28 @@ from dustin.backends.torch_triton.cache import check_forward
 from dustin.backends.torch_triton.chosen_sets import ChoosingOnDevice
 from dustin.backends.torch_triton.config import ModelConfig
 from dustin.backends.torch_triton.cuda_cache import PagedCache, PagePool
+from dustin.backends.torch_triton.cuda_call import MAX_GRAPH_ROWS, Call, PoolEngine
 from dustin.backends.torch_triton.cuda_draft import BegunSteps, DraftChain
-from dustin.backends.torch_triton.cuda_forward import DeviceForward, Inputs, make_slots, pack
-from dustin.backends.torch_triton.cuda_graphs import Captured, graphs_enabled, table_columns
+from dustin.backends.torch_triton.cuda_forward import DeviceForward
+from dustin.backends.torch_triton.cuda_graphs import graphs_enabled
 from dustin.backends.torch_triton.cuda_memory import named_shortage
 from dustin.backends.torch_triton.cuda_packing import packed_size
 from dustin.backends.torch_triton.cuda_part import BegunCall, CachePart
 from dustin.backends.torch_triton.cuda_recent import Recent
 from dustin.backends.torch_triton.model import Peers
-from dustin.backends.torch_triton.ops import host_values, on_device
+from dustin.backends.torch_triton.ops import on_device
 from dustin.backends.torch_triton.reselection import Rechoice
 from dustin.backends.torch_triton.weights import Linear, Weights, spec_of
 from dustin.interfaces import ForwardResult, Tap, TokenSet, Verdict
 from dustin.triton_kernels.runtime import power_of_two
 
-# Calls with more rows a sequence (prefill chunks) run eager: launches do not limit them, and their shapes vary.
-MAX_GRAPH_ROWS = 64
-# ... but for those of one prompt alone, which a server reads between the rounds of others: up to so many rows, rounded up to a
-# power of two, are recorded when they come again. Launching them takes 20 ms of the host, as much as a 1.5B model takes for 4,096
-# rows on an H200, and longer where the host has streams to serve.
+# Calls of more than MAX_GRAPH_ROWS run eager, but for those of one prompt alone, which a server reads between the rounds of others:
+# up to so many rows, rounded up to a power of two, are recorded when they come again. Launching them takes 20 ms of the host, as
+# much as a 1.5B model takes for 4,096 rows on an H200, and longer where the host has streams to serve.
 PROMPT_ROWS = 4096
 # Row counts above the first are rounded up to the second where a graph may serve them: the dense checks of mode exact have
 # any number of rows up to the block's, and a graph for each would take longer to make than to use.
 EXACT_ROWS, ROW_MULTIPLE = 8, 4
-# Widths of a token set are rounded up to this, so that a set that grows a little finds its graph again.
-SET_MULTIPLE = 64
 
 
 class CudaModel(ChoosingOnDevice):
@@ -62,7 +57,7 @@ class CudaModel(ChoosingOnDevice):
         self.compact: compact_keys.CompactKeys | None = None
         self._fitted: dict[int, compact_keys.CompactKeys] = {}
         self._cos, self._sin = ((f(angle) * amplitude).float().to(self.device) for f in (torch.cos, torch.sin))
-        self._engines: list[_Engine] = []
+        self._engines: list[PoolEngine] = []
         # Shapes of single prompts' pieces that came before, and whether they are recorded (None: they came once).
         self._prompts: dict[tuple[Any, ...], bool | None] = {}
         self.spec = spec_of(config, weights, name)
@@ -138,7 +133,7 @@ class CudaModel(ChoosingOnDevice):
             tokens = F.pad(tokens, (0, -rows % ROW_MULTIPLE))
         variant = None if self.peers is None else self.peers.variant
         again = Rechoice.of(token_set.reselection, self.compact, cache) if token_set is not None else None
-        call = _Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant, again)
+        call = Call(self._engine(cache.pool), cache, token_set, heads, last_row_only, logits, variant, again)
         if EXACT_ROWS < rows <= MAX_GRAPH_ROWS and token_set is None and logits == "all" and self.peers is None:
             call.packed = packed_size(counts, tokens.shape[1], self.config.hidden_size)
         what = f"{self.spec.name}, a step of {batch} x {tokens.shape[1]} tokens"
@@ -222,7 +217,7 @@ class CudaModel(ChoosingOnDevice):
         if self.peers is not None or full or not any(num_tokens):
             return None
         counts, heads = check_forward(self.config.num_layers, tokens, num_tokens, cache, tap, "all")
-        call = _Call(self._engine(cache.pool), cache, None, heads, bool(tap and tap.last_row_only), "all")
+        call = Call(self._engine(cache.pool), cache, None, heads, bool(tap and tap.last_row_only), "all")
         return BegunCall(ForwardResult(*call.run(tokens, cache.lengths, counts, self.use_graphs)), cache)
 
     def _catch_up(
@@ -267,158 +262,11 @@ class CudaModel(ChoosingOnDevice):
         height = {"all": rows, "last": 1}.get(logits)
         return ForwardResult(None if height is None else torch.zeros(batch, height, self.spec.vocab_size, **options), queries)
 
-    def _engine(self, pool: PagePool) -> _Engine:
+    def _engine(self, pool: PagePool) -> PoolEngine:
         for engine in self._engines:
             if engine.pool is pool:
                 return engine
         forward = DeviceForward(self.config, self.weights, pool, self._cos, self._sin, self.peers)
         forward.head, forward.vocab_size = self._head, self.spec.vocab_size
-        self._engines.append(_Engine(pool, forward, Recent(self.device)))
+        self._engines.append(PoolEngine(pool, forward, Recent(self.device)))
         return self._engines[-1]
-
-
-# Static copies of a call's sets: layer (or _SHARED) -> indices [B, k], counts [B].
-_Sets = dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass
-class _Static:
-    """The static inputs of one shape of call. `control` [2, B] holds lengths and num_tokens."""
-
-    control: torch.Tensor
-    inputs: Inputs
-    sets: _Sets
-    # The cache whose page table was copied last: a table stays as it is for the life of its cache.
-    table_of: weakref.ref[PagedCache] | None = None
-
-
-@dataclass
-class _Engine:
-    """One pool, its launches and the graphs that hold its addresses."""
-
-    pool: PagePool
-    forward: DeviceForward
-    graphs: Recent[tuple[_Static, Captured]]
-    capture_seconds: float = 0.0
-    memory: Any = None
-    chain: DraftChain | None = None
-
-
-class _Call:
-    """One call of `forward`: finds or makes the graph of its shape, fills its static inputs, copies the outputs out."""
-
-    def __init__(
-        self,
-        engine: _Engine,
-        cache: PagedCache,
-        token_set: TokenSet | None,
-        heads: dict[int, tuple[int, ...]],
-        last_row_only: bool,
-        logits: str,
-        variant: Any = None,
-        again: Rechoice | None = None,
-    ) -> None:
-        self._variant, self._again = variant, again
-        # Rows of the products, where not all go through them.
-        self.packed = 0
-        self._engine, self._cache = engine, cache
-        self._heads, self._last_row_only, self._logits = heads, last_row_only, logits
-        self._dense = frozenset(token_set.dense_layers) if token_set is not None else frozenset()
-        self._sets = _sets_of(token_set)
-
-    def run(
-        self,
-        tokens: torch.Tensor,
-        lengths: Sequence[int],
-        counts: Sequence[int],
-        graph: bool,
-    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        widths = tuple((layer, _rounded(part.indices.shape[1])) for layer, part in sorted(self._sets.items()))
-        columns = table_columns(self._cache.page_table.shape[1], tokens.device)
-        shape = (*tokens.shape, columns, widths, self._dense)
-        heads = tuple(sorted(self._heads.items()))
-        key = (*shape, heads, self._last_row_only, self._logits, graph, self._variant, self._again, self.packed)
-        if not graph and tokens.shape[1] > MAX_GRAPH_ROWS:
-            # Prompts come in any number of rows: nothing is kept for each.
-            static = self._static(tokens.shape, dict(widths))
-            self._fill(static, tokens, lengths, counts)
-            if self._logits != "all" and 8 * sum(counts) <= 7 * tokens.numel():
-                static.inputs.packed = pack(static.inputs.num_tokens, tokens.shape[1], sum(counts))
-            return self._launch(static.inputs, static.sets)
-        found = self._engine.graphs.get(key)
-        if found is None:
-            static = self._static(tokens.shape, dict(widths))
-            self._fill(static, tokens, lengths, counts)
-            captured = Captured(lambda: self._launch(static.inputs, static.sets), tokens.device, self._engine.memory, graph)
-            self._engine.memory = self._engine.memory or captured.pool
-            self._engine.capture_seconds += captured.seconds
-            found = static, captured
-            self._engine.graphs.put(key, found, captured.bytes)
-        static, captured = found
-        self._fill(static, tokens, lengths, counts)
-        # What was captured keeps this call, for its launches: cache and sets must not live as long as that.
-        del self._cache, self._sets
-        out, queries = captured()
-        if not graph:
-            return out, queries
-        # The next replay overwrites what the graph returned, and callers keep queries over several calls.
-        return None if out is None else out.clone(), {layer: q.clone() for layer, q in queries.items()}
-
-    def _static(self, shape: Sequence[int], widths: dict[int, int]) -> _Static:
-        batch, device = shape[0], self._cache.page_table.device
-        control = torch.zeros(2, batch, dtype=torch.int32, device=device)
-        tokens = torch.zeros(tuple(shape), dtype=torch.long, device=device)
-        table = torch.zeros(batch, table_columns(self._cache.page_table.shape[1], device), dtype=torch.int32, device=device)
-        sets = {
-            layer: (
-                torch.zeros(batch, width, dtype=torch.int32, device=device),
-                torch.zeros(batch, dtype=torch.int32, device=device),
-            )
-            for layer, width in widths.items()
-        }
-        return _Static(control, Inputs(tokens, control[0], control[1], table), sets)
-
-    def _fill(self, static: _Static, tokens: torch.Tensor, lengths: Sequence[int], counts: Sequence[int]) -> None:
-        static.inputs.tokens.copy_(tokens)
-        control = host_values([list(lengths), list(counts)], torch.int32, static.control.device)
-        static.control.copy_(control, non_blocking=True)
-        if static.table_of is None or static.table_of() is not self._cache:
-            static.inputs.page_table[:, : self._cache.page_table.shape[1]].copy_(self._cache.page_table)
-            static.table_of = weakref.ref(self._cache)
-        for layer, (indices, sizes) in static.sets.items():
-            part = self._sets[layer]
-            indices[:, : part.indices.shape[1]].copy_(part.indices)
-            sizes.copy_(part.counts)
-
-    def _launch(self, inputs: Inputs, sets: _Sets) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        page_size = self._engine.pool.page_size
-        made = {
-            layer: make_slots(
-                indices, sizes, inputs.lengths, inputs.num_tokens, inputs.page_table, page_size, inputs.tokens.shape[1]
-            )
-            for layer, (indices, sizes) in sets.items()
-        }
-        by_layer: dict[int, Any] = {layer: None for layer in self._dense}
-        by_layer.update({layer: slots for layer, slots in made.items() if layer >= 0})
-        complete = dataclasses.replace(inputs, shared=made.get(_SHARED), by_layer=by_layer, again=self._again)
-        if not self.packed:
-            return self._engine.forward.run(complete, self._heads, self._last_row_only, self._logits)
-        complete.packed = pack(inputs.num_tokens, inputs.tokens.shape[1], self.packed)
-        out, queries = self._engine.forward.run(complete, self._heads, self._last_row_only, self._logits)
-        if out is not None:
-            # Logits of rows that were not fed are those of some that were: finite.
-            fed = complete.packed.places.minimum((inputs.num_tokens.sum() - 1).clamp_(min=0))
-            out = out[0][fed].view(*inputs.tokens.shape, -1)
-        return out, queries
-
-
-# Key of the set that all layers share, beside the layer numbers of those with their own.
-_SHARED = -1
-
-
-def _sets_of(token_set: TokenSet | None) -> dict[int, TokenSet]:
-    return {} if token_set is None else {_SHARED: token_set, **token_set.by_layer}
-
-
-def _rounded(width: int) -> int:
-    return max(SET_MULTIPLE, -(-width // SET_MULTIPLE) * SET_MULTIPLE)
