@@ -226,10 +226,11 @@ def test_what_was_recorded_keeps_no_cache_alive():
 @interpreted
 def test_a_prompt_beside_sequences_that_feed_nothing(monkeypatch):
     """Their rows are left out of the work, and nothing is kept of a prompt's shape."""
-    from dustin.backends.torch_triton import cuda_forward, cuda_model
+    from dustin.backends.torch_triton import cuda_call, cuda_forward, cuda_model
     from dustin.interfaces import Tap
 
-    monkeypatch.setattr(cuda_model, "MAX_GRAPH_ROWS", 2)
+    for module in (cuda_call, cuda_model):
+        monkeypatch.setattr(module, "MAX_GRAPH_ROWS", 2)
     monkeypatch.setattr(cuda_forward, "KEPT_ROWS", 2)
     expected_model, model = make_models()
     caches = [m.new_cache(4, 40) for m in (expected_model, model)]
