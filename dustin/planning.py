@@ -21,11 +21,11 @@ __all__ = ["AutoPlanner", "Look", "Plan"]
 # Without a draft model a speculative round must promise this much before it is tried: KV bytes of a plain step over weight bytes.
 _MIN_KV_SHARE = 0.4
 # Change plans for this much more speed. A mode out of use gets a look for a share of the time: the larger one while it would
-# win if the evidence were one standard error better.
-_MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.01, 0.05
+# win if the evidence were one standard error better. Looks for which a draft must read much first are half as many.
+_MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.05
 # Drafts are given up for plain decoding where they would lose even if acceptance were so many standard errors better: a few bad
 # rounds are chance, and without drafts nothing is learnt that could correct it.
-_GIVE_UP = 1.0
+_GIVE_UP = 1.25
 # After a round with drafts so many tokens are new to the draft; of so many the time to read them is told from the round's.
 _USUALLY_UNREAD, _FAR_BEHIND = 2, 256
 # A draft that missed tokens reads so many of them in the time of a plain step, until that was timed.
@@ -90,6 +90,8 @@ class AutoPlanner:
         self._costs: Costs | None = None
         # The plan of this round, and the one that looks at others come back to.
         self._plan = self._home = AR
+        # Whether nothing was decided for the text at hand.
+        self._fresh = True
         self._left: int | None = None
         self._unread = 0
         self._now, self._settled, self._think_at = 0.0, 0, 0
@@ -150,6 +152,7 @@ class AutoPlanner:
         """The rows of a batch that goes on hold new texts: what the ones before accepted counts less for them."""
         if self._habits is not None:
             self._habits = self.prices.habits[self._drafter] = self._habits.faded()
+        self._fresh = True
 
     def drafts_soon(self, lengths: Sequence[int], idle: int, left: int, unread: int) -> bool:
         """Whether drafts are expected to serve rows of these lengths, the first of which is new: the draft has yet to read `unread`
@@ -221,12 +224,17 @@ class AutoPlanner:
         home = self._home
         current = forecast.get(home, 0.0)
         # What the drafts in use may bring: to give them up takes more than a few bad rounds.
-        hopeful = self._speeds(budgets, _GIVE_UP).get(home, 0.0) if home.mode != "ar" else 0.0
+        drafting, fresh, self._fresh = home.mode != "ar", self._fresh, False
+        hopes = self._speeds(budgets, _GIVE_UP) if drafting or fresh else {}
+        hopeful = hopes.get(home, 0.0) if drafting else 0.0
         kept = max((speed for plan, speed in forecast.items() if plan.budget == self._in_use), default=0.0)
         for best in sorted(forecast, key=forecast.__getitem__, reverse=True):
             gain = forecast[best] / current - 1 if current else 1.0
+            if fresh and not drafting and best != home and not self._recording_of(best) + self._catch_up(best):
+                # A text begins with drafts where they may win: a few rounds tell.
+                gain = hopes[best] / current - 1 if current else 1.0
             if best == home or gain < _MARGIN - 1:
-                return home
+                continue
             if best.mode == "ar" and forecast[best] < _MARGIN * hopeful:
                 continue
             if best.budget not in (0, self._in_use) and forecast[best] < _BUDGET_MARGIN * kept:
@@ -297,7 +305,8 @@ class AutoPlanner:
             recording = 0.0 if tried else self.costs.warm_up(plan.mode)
             if recording and not self._earned(max(0.0, doubted[plan] / current - 1), current, plan):
                 continue
-            costs = self._seconds(plan) + max(self._look_seconds.get(family, 0.0), self._catch_up(plan)) + recording
+            reading = self._catch_up(plan)
+            costs = self._seconds(plan) + max(self._look_seconds.get(family, 0.0), reading) + reading + recording
             wait = costs / (_DOUBT_SHARE if doubtful else _LOOK_SHARE)
             due = self._seen_at.get(family, 0.0) + wait
             if self._now > due and (doubtful or self._could_win(family, budgets, speeds)):
