@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dustin import __version__
-from dustin.cli_options import CONTEXT, FILE, build_engine_options, debug_option, engine_options, loading_options, refuse_useless
+from dustin.cli_options import CONTEXT, FILE, build_engine_options, debug_option, engine_options, loading_options, useless
 from dustin.config import MODES, EngineOptions, RequestOptions
 from dustin.errors import ContextLengthError, NumericsError, UsageError
 from dustin.help_pages import Sectioned
@@ -174,12 +174,22 @@ def _row(context: int, batch: int, mode: str, speeds: dict[str, list[float]], la
     }
 
 
+def _refuse_useless(ctx: click.Context, values: dict[str, Any], modes: Sequence[str]) -> None:
+    """Raise UsageError for a flag that has no effect in any of the modes beside plain decoding."""
+    found = [useless(ctx, values | {"mode": mode}) for mode in modes if mode != BASELINE or len(modes) == 1]
+    for name, why in found[0].items():
+        if all(name in other for other in found):
+            raise UsageError(why if len(found) == 1 else f"{why}, and no mode of --modes has use for it")
+
+
 def _modes(text: str) -> list[str]:
-    """Plain decoding and the named modes, each once. Raise UsageError on an unknown one."""
+    """Plain decoding and the named modes, each once. Raise UsageError on an unknown one, and where none is named."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in MODES:
             raise UsageError(f"--modes has {name!r}, expected {', '.join(MODES)}")
+    if not names:
+        raise UsageError(f"--modes is {text!r}, expected some of {', '.join(MODES)}, with commas between")
     return list(dict.fromkeys([BASELINE, *names]))
 
 
@@ -210,8 +220,9 @@ def bench(ctx: click.Context, contexts: tuple[tuple[int, ...], ...], batches: tu
     if values["files"].count("-") > 1:
         raise UsageError("stdin (-) can be read only once")
     options = build_engine_options(values | {"mode": "sparse"})
-    if values["draft_model"]:
-        refuse_useless(ctx, values | {"mode": "dense"})
+    if values["draft_model"] and values["drafter"] not in ("auto", "draft"):
+        raise UsageError(f"--draft-model has no use with --drafter {values['drafter']}: drop one of them")
+    _refuse_useless(ctx, values, modes)
     lengths = sorted({length for group in contexts for length in group})
     sizes = sorted({size for group in batches for size in group})
 

@@ -214,17 +214,19 @@ def build_request(values: dict[str, Any]) -> RequestOptions:
 
 def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
     """Raise UsageError for a flag on the command line that the other options leave without any effect."""
-
-    def given(name: str) -> bool:
-        return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
-
-    def flag(name: str) -> str:
-        return (ENGINE | SAMPLING)[name][0][0].split("/")[0]
-
     mode, drafter = values["mode"], values["drafter"]
     if values["draft_model"] and (mode == "ar" or drafter in ("self", "lookup", "none")):
         why = "--mode ar" if mode == "ar" else f"--drafter {drafter}"
         raise UsageError(f"--draft-model has no use with {why}: drop one of them")
+    if mode == "exact" and drafter == "self":
+        raise UsageError("--drafter self has no use with --mode exact, whose sparse target proposes by itself: --drafter none")
+    for why in useless(ctx, values).values():
+        raise UsageError(why)
+
+
+def useless(ctx: click.Context, values: dict[str, Any]) -> dict[str, str]:
+    """Flags on the command line that the other options leave without effect -> why, in words that begin with the flag."""
+    mode, drafter = values["mode"], values["drafter"]
     rules = [(name, mode not in needed, f"needs --mode {needed[0]}") for name, needed in _NEEDS_MODE.items()]
     if mode == "ar":
         rules += [(name, True, "has no effect with --mode ar") for name in _SPECULATIVE]
@@ -234,8 +236,6 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
     elif mode == "dense" and values["draft_model"]:
         why = "has no effect with --mode dense and a draft model: the target reads everything"
         rules += [(name, True, why) for name in _LAYERS]
-    if mode == "exact" and drafter == "self":
-        raise UsageError("--drafter self has no use with --mode exact, whose sparse target proposes by itself: --drafter none")
     by_itself = drafter == "self" or (drafter == "auto" and not values["draft_model"])
     rules.append(("exact_block", mode == "auto" and by_itself, "needs --mode exact, or a draft model in auto"))
     if drafter == "none" or (mode == "exact" and drafter == "auto" and not values["draft_model"]):
@@ -261,9 +261,11 @@ def refuse_useless(ctx: click.Context, values: dict[str, Any]) -> None:
         rules += [(name, True, "needs --draft-model") for name in ("lookahead_share", "lookahead_lag", "sparse_draft")]
     if values.get("temperature") == 0:
         rules += [(name, True, "has no effect at temperature 0: give --temp too") for name in ("top_k", "top_p", "min_p")]
+    found: dict[str, str] = {}
     for name, broken, why in rules:
-        if broken and given(name):
-            raise UsageError(f"{flag(name)} {why}")
+        if broken and ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
+            found.setdefault(name, f"{(ENGINE | SAMPLING)[name][0][0].split('/')[0]} {why}")
+    return found
 
 
 _NEEDS_MODE = {"rectify_interval": ("rectified",), "exact_block": ("exact", "auto")}

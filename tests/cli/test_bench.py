@@ -164,6 +164,12 @@ def test_equal_share() -> None:
         (["--modes", "sparse", "--drafter", "self"], "drafter 'self' drafts with the attention"),
         (["--drafter", "none"], "needs a drafter"),
         (["--budget", "10"], "budget"),
+        (["--modes", ""], "--modes is '', expected some of auto"),
+        (["--modes", "sparse", "--exact-block", "4"], "--exact-block needs --mode exact"),
+        (["--modes", "dense,sparse", "--rectify-interval", "9"], "--rectify-interval needs --mode rectified, and no mode of"),
+        (["--lookahead-share", "1"], "--lookahead-share needs --draft-model"),
+        (["--draft-model", "x", "--modes", "dense", "--fidelity", "high"], "--fidelity has no effect with --mode dense"),
+        (["--draft-model", "x", "--drafter", "lookup"], "--draft-model has no use with --drafter lookup"),
         (["extra"], "unexpected extra argument"),
     ],
 )
@@ -171,6 +177,13 @@ def test_refused_before_anything_is_measured(bench: Any, args: list[str], words:
     code, out, err = bench("--context", "64", "--batch", "1", *args) if "--context" not in args else bench(*args)
     assert code == 2 and out == "" and words in err, err
     assert err.count("error: ") == 1 and "Traceback" not in err and "batch 1, mode" not in err
+
+
+def test_an_option_that_one_of_the_modes_uses_is_none_too_many(bench: Any, model: Path) -> None:
+    more = ["--fidelity", "high", "--rectify-interval", "9", "--draft-model", model, "--budget", "40"]
+    code, out, err = bench("--context", "64", "--batch", "1", "--modes", "dense,rectified", "-n", "2", *more)
+    assert code == 0, err
+    assert [line.split()[2] for line in out.splitlines() if line.startswith("     64")] == ["ar", "dense", "rectified"]
 
 
 def test_a_text_too_short_is_refused(bench: Any, tmp_path: Path) -> None:
