@@ -8,10 +8,10 @@ from dustin.interfaces import Array, Backend, ForwardResult, KVCache, Model, Tap
 
 # Tokens of a prompt read at a time where nobody says how many: these, and up to the second where the backend takes more rows well.
 _CHUNK, _LONG_CHUNK = 512, 4096
-# The same of what is read between two rounds while others stream.
-_BETWEEN, _LONG_BETWEEN = 256, 2048
-# What a recorded call costs beside its rows, and what launching the kernels of a call one by one costs, both in rows.
-_PADDING, _LAUNCHED = 256, 5120
+# The same of what is read between two rounds while others stream; and where calls of one prompt are recorded.
+_BETWEEN, _LONG_BETWEEN, _RECORDED_BETWEEN = 256, 1024, 2048
+# What a recorded call costs beside its rows, in rows (2.1 ms; 4,096 rows take 20 ms: 1.5B, one H200).
+_CALL = 400
 
 
 def chunk_of(asked: int | None, backend: Backend, rows: int) -> int:
@@ -28,9 +28,11 @@ def shared_chunk(asked: int | None, backend: Backend, rows: int) -> int:
 
 def chunk_between(asked: int | None, backend: Backend, rows: int) -> int:
     """Tokens of `rows` prompts together to read between two rounds. Where more rows cost a call little, the more of them the more
-    prompts wait: those who stream wait a little longer for each token, and not for as many calls."""
-    most = _LONG_CHUNK if recorded_prompts(backend) else getattr(backend, "prompt_rows", 0)
-    return asked or max(_BETWEEN, min(_LONG_BETWEEN * rows, most))
+    prompts wait: those who stream wait a little longer for each token, and not for as many calls. A recorded call of more is not
+    faster by the token."""
+    if recorded_prompts(backend):
+        return asked or _RECORDED_BETWEEN
+    return asked or max(_BETWEEN, min(_LONG_BETWEEN * rows, getattr(backend, "prompt_rows", 0)))
 
 
 def recorded_prompts(backend: Backend) -> int:
@@ -43,18 +45,19 @@ def piece_alone(left: int, most: int, recorded: int) -> int:
     `recorded`, or the prompt's end, padded to the next one where that costs less than a further call."""
     piece = min(left, most, recorded)
     wide = 1 << (piece - 1).bit_length()
-    fits = wide == piece or (piece == left and wide - left <= max(_PADDING, wide // 8))
+    fits = wide == piece or (piece == left and wide - left <= max(_CALL, wide // 8))
     return piece if fits else wide // 2
 
 
-def read_together(pieces: Sequence[int], backend: Backend) -> int:
-    """How many of the prompts of which so many tokens are to be read share a call, where calls are recorded: those first ones that
-    are short enough for a recorded call of several, or all where launching their call kernel by kernel is faster than a recorded
-    call for each; else one."""
-    small = getattr(backend, "recorded_rows", 0)
-    short = next((i for i, n in enumerate(pieces) if n > small), len(pieces))
-    alone = sum(_PADDING + (1 << (n - 1).bit_length()) for n in pieces)
-    return len(pieces) if alone > _LAUNCHED else max(1, short)
+def read_together(left: Sequence[int], slots: int, small: int) -> int:
+    """How many of the prompts in turn, of which so many tokens are left, share calls of `small` tokens of each at most, where calls
+    of single prompts are recorded, and such calls of all `slots`: the short ones, where that is faster than a call for each; else
+    one."""
+    short = next((i for i, n in enumerate(left) if n > 8 * small), len(left))
+    if short < 2:
+        return 1
+    together = -(-max(left[:short]) // small) * (_CALL // 4 + slots * small)
+    return short if together < sum(_CALL + (1 << (n - 1).bit_length()) for n in left[:short]) else 1
 
 
 def padded_tokens(backend: Backend, parts: Sequence[Sequence[int]]) -> Array:

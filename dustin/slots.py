@@ -242,17 +242,20 @@ class SlotEngine(Engine):
 
     def _shares(self, reading: list[Sequence], most: int) -> list[int]:
         """Prompt tokens each slot reads in the next call, `most` together, given in turn. Where calls of single prompts are
-        recorded the first reads alone, unless many wait or short ones."""
-        shares, room = {}, most
-        for row in reading:
-            if room:
-                shares[row.row] = min(self._unread(row), room)
-                room -= shares[row.row]
+        recorded the first reads alone, or several short ones together."""
+        left, shares, room = [self._unread(row) for row in reading], {}, most
         if recorded := recorded_prompts(self.backend):
-            together = read_together(list(shares.values()), self.backend)
-            shares = dict(list(shares.items())[:together])
+            small = getattr(self.backend, "recorded_rows", 0)
+            together = read_together(left, len(self.rows), small)
             if together == 1:
-                shares[reading[0].row] = piece_alone(self._unread(reading[0]), most, recorded)
+                shares[reading[0].row] = piece_alone(left[0], most, recorded)
+            else:
+                each = min(small, max(1, most // together))
+                shares = {row.row: min(n, each) for row, n in zip(reading[:together], left, strict=False)}
+        else:
+            for row, n in zip(reading, left, strict=True):
+                shares[row.row] = min(n, room)
+                room -= shares[row.row]
         return [shares.get(slot, 0) for slot in range(len(self.rows))]
 
     def _note_turn(self, reading: list[Sequence], shares: list[int]) -> None:

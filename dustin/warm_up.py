@@ -164,14 +164,16 @@ class _WarmUp:
                 self._engine.release(row.row)
 
     def read_prompts(self, chunks: list[int]) -> None:
-        """Prompts read in pieces of each size: in their middle and at their end; small pieces also of two prompts together."""
+        """Prompts read in pieces of each size: in their middle and at their end; small pieces also of all slots together."""
         for chunk in chunks:
             # What is not recorded at once is when it comes again; the second prompt ends with a whole piece in any context.
             small = chunk <= _SMALL_CHUNK
             for length in (2 * chunk,) if small else (2 * chunk, chunk) * 2:
                 self._read_alike(1, length, chunk)
-            if small and len(self._engine.rows) > 1:
-                self._read_alike(2, chunk, 2 * chunk)
+            slots = len(self._engine.rows)
+            if small and slots > 1:
+                for length in (chunk, 2 * chunk)[: 1 + (chunk == _SMALL_CHUNK)]:
+                    self._read_alike(slots, length, slots * chunk)
 
     def _read_alike(self, count: int, length: int, most: int) -> None:
         for slot in range(count):

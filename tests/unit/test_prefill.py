@@ -32,8 +32,8 @@ RECORDED: Any = SimpleNamespace(prompt_rows=8192, recorded_prompt_rows=4096, rec
 def test_what_nobody_asked_for(backend: Any, rows: int, each: int, together: int) -> None:
     assert chunk_of(None, backend, rows) == each
     assert shared_chunk(None, backend, rows) == together
-    most = {id(WIDE): 8192, id(RECORDED): 4096}.get(id(backend))
-    assert chunk_between(None, backend, rows) == (256 if most is None else min(most, 2048 * rows))
+    between = {id(PLAIN): 256, id(WIDE): min(8192, 1024 * rows), id(RECORDED): 2048}
+    assert chunk_between(None, backend, rows) == between[id(backend)]
 
 
 @pytest.mark.parametrize("backend", [PLAIN, WIDE])
@@ -48,7 +48,8 @@ def test_what_was_asked_for(backend: Any) -> None:
         (4123, 2048, [2048, 2048, 27]),
         (3800, 4096, [3800]),  # padded to 4,096
         (3000, 4096, [2048, 952]),
-        (700, 4096, [512, 188]),
+        (600, 4096, [512, 88]),
+        (700, 4096, [700]),
         (300, 4096, [300]),
         (1, 4096, [1]),
         (250, 100, [64, 64, 64, 58]),
@@ -63,13 +64,21 @@ def test_pieces_of_one_prompt_are_powers_of_two_or_its_end(left: int, most: int,
     assert found == pieces
 
 
-def test_short_prompts_share_a_call() -> None:
-    assert read_together([27], RECORDED) == 1
-    assert read_together([12, 27, 4096], RECORDED) == 2
-    assert read_together([300, 4096], RECORDED) == 1
-    # Launched one by one: sixteen recorded calls would take longer.
-    assert read_together([100] * 16, RECORDED) == 16
-    assert read_together([40] * 16, RECORDED) == 16
+@pytest.mark.parametrize(
+    ("left", "slots", "together"),
+    [
+        ([27], 16, 1),
+        ([12, 27, 4096], 16, 1),  # two calls of 32 rows against one of 1,024
+        ([12, 27, 50, 4096], 16, 3),
+        ([300, 4096], 16, 1),
+        ([100] * 16, 16, 16),
+        ([4123] * 16, 16, 1),
+        ([500] * 16, 16, 16),
+        ([30, 40], 2, 2),
+    ],
+)
+def test_short_prompts_share_calls(left: list[int], slots: int, together: int) -> None:
+    assert read_together(left, slots, 64) == together
 
 
 def test_tokens_of_one_prompt_beside_slots_that_read_nothing_cost_their_own_number() -> None:
