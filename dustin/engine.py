@@ -69,7 +69,8 @@ class Engine:
         self.drafter = drafter
         self.selector = selector
         self.rule = rule
-        self.tap = tap
+        # Plain decoding chooses no set: nobody looks at the queries.
+        self.tap = tap if options.mode != "ar" else Tap({})
         self.options = options
         self.stats = stats
         self.rows: list[Sequence] = []
