@@ -41,9 +41,6 @@ from dustin.sequence import Event, Sequence, padded, warp_batch
 from dustin.set_memory import SetMemory
 from dustin.stats import Stats
 
-# KV bytes of a draft model over its weights from which a dense round's draft reads a set too: below, its launches cost more.
-_SPARSE_DRAFT_SHARE = 0.25
-
 
 class Engine:
     """Runs one batch of sequences to their end; `start`, then `step` until nothing is active.
@@ -87,6 +84,7 @@ class Engine:
         self.looks: list[Look] = []
         self._uniforms: list[list[float]] = []
         self._ahead: PlainAhead | None = None
+        self._begins = isinstance(target, ForwardAhead)
         # Whether the device was told to do something else since the last round, which the next one waits for.
         self.disturbed = False
 
@@ -181,7 +179,7 @@ class Engine:
         taking = self._taking()
         sparse = mode not in ("ar", "dense")
         planned = 0 if mode == "ar" else self.chosen.num_draft_tokens
-        choosing = sparse or (mode == "dense" and self._drafts_sparsely())
+        choosing = sparse or (mode == "dense" and self.memory.worth_for_draft(self.drafter, self.warp.greedy))
         drafts = self.draft(taking, planned, choosing)
         token_set = self.select(drafts, taking) if choosing else None
         begun, self._ahead = self._ahead, None
@@ -219,25 +217,12 @@ class Engine:
         if self.planner is not None and free:
             self.looks.append(Look(kind, planned, [host.num_accepted[b] for b in free], self.clock() - began))
 
-    def _drafts_sparsely(self) -> bool:
-        """Whether a set is chosen for the draft of a dense round alone: where reading all of its KV costs more than the scores.
-
-        Greedy only: what is drawn from a seed may not depend on who else is in the batch.
-        """
-        model, lengths = self.drafter.model, [row.committed for row in self.rows if row.active]
-        if model is None or self.drafter.tap is None or not self.options.sparse_draft or not self.warp.greedy or not lengths:
-            return False
-        # Where scores are a kernel's, a set costs less than dense draft steps in every cell measured (docs/results.md).
-        share = 0.0 if getattr(self.backend, "scores_all", False) else _SPARSE_DRAFT_SHARE
-        heavy = sum(lengths) * model.spec.bytes_per_kv_token >= share * model.spec.weight_bytes
-        return heavy and max(lengths) >= 2 * self.options.budget
-
     def draft(self, taking: set[int], most: int, sparse: bool) -> Drafts:
         """Up to `most` guesses for each row of `taking`; with `sparse` also the queries that a selection looks at."""
         # A row may draft one less than it may still emit: verification adds a token of its own.
         least = self.options.min_draft_confidence
         limits = tuple(
-            max(0, min(row.drafts_worth(least, most), row.remaining - 1)) if row.row in taking else 0 for row in self.rows
+            max(0, min(row.drafts_worth(least, most), row.remaining - 1)) if most and row.row in taking else 0 for row in self.rows
         )
         drawn = 2 * self.options.num_draft_tokens + 1
         if self.warp.greedy and not self.warp.penalised:
@@ -278,7 +263,7 @@ class Engine:
     def foresee(self, drafts: Drafts, verdict: Verdict, taking: set[int]) -> None:
         """Begin the next round, as far as the device can, before the host reads this one's verdict: where its rows want one."""
         plain = self.chosen.mode == "ar"
-        if not (isinstance(self.target, ForwardAhead) if plain else drafts.tokens is not None and self.drafter.foresees):
+        if not (self._begins if plain else drafts.tokens is not None and self.drafter.foresees):
             return
         # Who has joined since this round was begun waits for the next. In a block all begin together.
         waiting = {row.row for row in self.rows if row.active and row.row not in taking and self.chosen.mode != "exact"}
@@ -290,8 +275,9 @@ class Engine:
         if wanted or not any(going) or not self.warp.greedy or self.warp.penalised:
             return
         known = [len(row.tokens) for row in self.rows]
-        if plain and isinstance(self.target, ForwardAhead):
-            self._ahead = begin_plain(self.backend, self.target, self.target_cache, self.tap, verdict, self.rows, going, waiting)
+        if plain:
+            model = cast(ForwardAhead, self.target)
+            self._ahead = begin_plain(self.backend, model, self.target_cache, self.tap, verdict, self.rows, going, waiting)
         else:
             rest = self._set_of_draft(taking), self._set_lengths(taking)
             self.drafter.foresee(verdict, drafts.num_drafts, known, going, self.chosen.num_draft_tokens, *rest)

@@ -12,11 +12,12 @@ from dustin import cost_model, prompt_cache
 from dustin.acceptance import RelaxedAcceptance, SpeculativeAcceptance
 from dustin.async_api import Worker
 from dustin.config import EngineOptions, RequestOptions, require
-from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
+from dustin.drafting import ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.errors import ContextLengthError, MemoryLimitError, NumericsError, UsageError
 from dustin.evidence import PriceList
 from dustin.interfaces import Backend, Drafter, KVCache, Model, TokenLogprobs
+from dustin.lookup import LookupDrafter
 from dustin.prefill import chunk_of
 from dustin.profile_file import scoring_of
 from dustin.resolving import resolve

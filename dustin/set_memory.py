@@ -7,10 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from dustin.config import EngineOptions
-from dustin.interfaces import Array, Backend, Drafts, SelectionContext, Selector, TokenSet
+from dustin.interfaces import Array, Backend, Drafter, Drafts, SelectionContext, Selector, TokenSet
 from dustin.sequence import Sequence
 
 Queries = Mapping[int, Array]
+# KV bytes of a draft model over its weights from which a dense round's draft reads a set too: below, its launches cost more.
+_SPARSE_DRAFT_SHARE = 0.25
 # Mode -> tokens that a draft's set may lag and still be worth extending: with a round's drafts, within what the usual shape of a
 # draft step leaves room for. After a check that cut a block the set lags by the recent tokens.
 _FAR_BEHIND = {"dense": 48, "exact": 256}
@@ -94,6 +96,19 @@ class SetMemory:
             self.set_lengths = tuple(
                 then if now >= then else max(0, now - recent) for then, now in zip(self.set_lengths, lengths, strict=True)
             )
+
+    def worth_for_draft(self, drafter: Drafter, greedy: bool) -> bool:
+        """Whether a set is chosen for the draft of a dense round alone: where reading all of its KV costs more than the scores.
+
+        Greedy only: what is drawn from a seed may not depend on who else is in the batch.
+        """
+        model, lengths = drafter.model, [row.committed for row in self.rows if row.active]
+        if model is None or drafter.tap is None or not self.options.sparse_draft or not greedy or not lengths:
+            return False
+        # Where scores are a kernel's, a set costs less than dense draft steps in every cell measured (docs/results.md).
+        share = 0.0 if getattr(self.backend, "scores_all", False) else _SPARSE_DRAFT_SHARE
+        heavy = sum(lengths) * model.spec.bytes_per_kv_token >= share * model.spec.weight_bytes
+        return heavy and max(lengths) >= 2 * self.options.budget
 
     def recede(self, lengths: Seq[int]) -> None:
         """The rows from lengths[b] on are written anew, by a pass that may cut them anywhere: let the draft see those, and the

@@ -9,9 +9,10 @@ from dustin.acceptance import SpeculativeAcceptance
 from dustin.backends.numpy_reference.backend import create
 from dustin.backends.numpy_reference.model import ModelConfig, random_model
 from dustin.config import EngineOptions, RequestOptions
-from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
+from dustin.drafting import ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.interfaces import Drafter, Drafts, KVCache, Model, RoundState
+from dustin.lookup import LookupDrafter
 from dustin.selection import create_selector, draft_tap, heuristic
 from dustin.sequence import Event
 from dustin.sequence import Sequence as Row

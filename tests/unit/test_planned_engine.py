@@ -179,7 +179,7 @@ def test_rounds_are_timed_without_what_was_recorded_in_them() -> None:
 def test_a_set_far_behind_is_not_widened_for_the_draft_of_a_lossless_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """After plain rounds a draft reads everything, once: a set widened by all that came since would be a shape of its own."""
     monkeypatch.setattr("dustin.set_memory._FAR_BEHIND", {"dense": 8})
-    monkeypatch.setattr("dustin.engine._SPARSE_DRAFT_SHARE", 0.0)
+    monkeypatch.setattr("dustin.set_memory._SPARSE_DRAFT_SHARE", 0.0)
 
     class Planner(AutoPlanner):
         def choose(self, lengths: Sequence[int], idle: int = 0, left: int | None = None, unread: int = 0) -> Plan:

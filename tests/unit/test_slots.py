@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from dustin.acceptance import SpeculativeAcceptance
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
-from dustin.drafting import LookupDrafter, ModelDrafter, NoDrafter, SelfDrafter
+from dustin.drafting import ModelDrafter, NoDrafter, SelfDrafter
 from dustin.engine import Engine
 from dustin.generation import Session
 from dustin.interfaces import Drafter
+from dustin.lookup import LookupDrafter
 from dustin.selection import create_selector, draft_tap, target_tap
 from dustin.sequence import Event
 from dustin.sequence import Sequence as Row
