@@ -303,7 +303,9 @@ class AutoPlanner:
             plan = max(tried or plans, key=doubted.__getitem__)
             doubtful = doubted[plan] > _MARGIN * current
             recording = 0.0 if tried else self.costs.warm_up(plan.mode)
-            if recording and not self._earned(max(0.0, doubted[plan] / current - 1), current, plan):
+            # Nothing is promised of a plan in use whose budget is known no more: a short text came beside the others.
+            gain = max(0.0, doubted[plan] / current - 1) if current else 1.0
+            if recording and not self._earned(gain, current, plan):
                 continue
             reading = self._catch_up(plan)
             costs = self._seconds(plan) + max(self._look_seconds.get(family, 0.0), reading) + reading + recording
