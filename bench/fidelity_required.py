@@ -11,6 +11,8 @@ from bench.fidelity_plan import BUDGETS
 from bench.fidelity_run import OUT
 
 Row = dict[str, Any]
+# The shortest context that something is asked of.
+ASKED_FROM = 8192
 # What a track is judged by in the table of budgets, with the digits shown.
 MEASURES = {
     "chat": ("agreement", 3), "text": ("perplexity_ratio", 2),
@@ -54,6 +56,13 @@ class Demand:
 
 
 LONG = 16384
+HALVES, FIXED = ("history", "lookahead"), ("streaming", "snapkv")
+BESIDE = "questions, k = 512: no worse than `history`, `lookahead`"
+ABOVE = "questions, k = 512: 10 points above `streaming`, `snapkv`"
+MID = {
+    track: f"profile's KL on {track} no worse than `mid`'s at a quarter of its scoring bytes, k = 1024"
+    for track in ("chat", "text")
+}
 DEMANDS = (
     Demand("needles and facts together, k = 512: .98 of dense attention's points", ("needle", "qa"), "accuracy_of_dense", 0.98,
            budget=512, digits=2),
@@ -77,6 +86,10 @@ class Rows:
     def contexts(self) -> list[int]:
         """All contexts, shortest first."""
         return sorted({row["context"] for row in self.made})
+
+    def long(self) -> list[int]:
+        """The contexts that something is asked of; all of them where none is so long."""
+        return [context for context in self.contexts() if context >= ASKED_FROM] or self.contexts()
 
     def find(
         self, track: str, context: int, budget: int, selector: str = "dustin", heads: str = "", bytes_of: int = 0
@@ -171,14 +184,13 @@ def required() -> str:
 
     lines = {
         **{demand.text: of(demand) for demand in DEMANDS},
-        "questions, k = 512: no worse than `history`, `lookahead`": beside(("history", "lookahead"), 0.0),
-        "questions, k = 512: 10 points above `streaming`, `snapkv`": beside(("streaming", "snapkv"), 0.1),
-        "profile's KL on chat no worse than `mid`'s at a quarter of its scoring bytes, k = 1024": profile("chat"),
-        "the same on text": profile("text"),
+        BESIDE: beside(HALVES, 0.0),
+        ABOVE: beside(FIXED, 0.1),
+        **{text: profile(track) for track, text in MID.items()},
         "aim: half of `mid`'s KL (chat, k = 1024) at its bytes": half,
         "tokens a round within 5 % of dense speculation, both sides sparse": acceptance,
     }
-    contexts = found.contexts()
+    contexts = found.long()
     made = [[text, *(cell(context) for context in contexts)] for text, cell in lines.items()]
     return markdown(["asked", *(str(context) for context in contexts)], [line for line in made if any(line[1:])])
 
@@ -192,30 +204,51 @@ _LACKS = (
 )
 
 
+def _against(found: Rows, context: int) -> list[Demand]:
+    """Demands whose limit is what another selector has on the same questions or traces."""
+    made = []
+    mine = found.find("tasks", context, 512)
+    for names, more, text in ((HALVES, 0.0, BESIDE), (FIXED, 0.1, ABOVE)):
+        others = [row for name in names if (row := found.find("tasks", context, 512, name))]
+        if mine and len(others) == len(names) and all(row["questions"] == mine["questions"] for row in others):
+            limit = max(row["accuracy"] for row in others) + more
+            made.append(Demand(text, ("tasks",), "accuracy", limit, budget=512, digits=2))
+    for track, text in MID.items():
+        mid = found.find(track, context, 1024, heads="mid")
+        made += [Demand(text, (track,), "kl", mid["kl"], at_most=True)] if mid and found.best == "profile" else []
+    return made
+
+
 def unmet() -> str:
     """A line for each demand and context that is not met: what stands there instead where the set is predicted perfectly, where
     layers choose for themselves and where it is larger, so what lacks."""
     from bench.tables import markdown
 
     found, lines = Rows(), []
-    for demand in DEMANDS:
-        for context in found.contexts():
-            mine = demand.value(found, context)
-            if mine is None or demand.met(mine):
-                continue
-            budget = demand.budget
-            tried = {
-                "oracle": demand.value(found, context, budget, "oracle", "heuristic"),
-                "by layer": demand.value(found, context, budget, "oracle by layer", "heuristic"),
-                "layers": demand.value(found, context, budget, heads="high"),
-                "budget": demand.value(found, context, 2 * budget),
-                "more": demand.value(found, context, 2 * budget, heads="high"),
-            }
-            there = [what for name, what in _LACKS if (value := tried[name]) is not None and demand.met(value)]
-            whole = all(tried[name] is not None for name in ("oracle", "layers", "budget"))
-            lacks = there[0] if there else "all of these" if whole else ""
-            shown = ["" if value is None else f"{value:.{demand.digits}f}" for value in tried.values()]
-            lines.append([demand.text, str(context), f"{mine:.{demand.digits}f}", *shown, lacks])
+    pairs = [(demand, context) for context in found.long() for demand in [*DEMANDS, *_against(found, context)]]
+    order = list(dict.fromkeys(demand.text for demand, _ in pairs))
+    for demand, context in sorted(pairs, key=lambda pair: (order.index(pair[0].text), pair[1])):
+        mine = demand.value(found, context)
+        if mine is None or demand.met(mine):
+            continue
+        budget = demand.budget
+        tried = {
+            "oracle": demand.value(found, context, budget, "oracle", "heuristic"),
+            "by layer": demand.value(found, context, budget, "oracle by layer", "heuristic"),
+            "layers": demand.value(found, context, budget, heads="high"),
+            "budget": demand.value(found, context, 2 * budget),
+            "more": demand.value(found, context, 2 * budget, heads="high"),
+        }
+        there = [what for name, what in _LACKS if (value := tried[name]) is not None and demand.met(value)]
+        whole = all(tried[name] is not None for name in ("oracle", "layers"))
+        lacks = there[0] if there else "all of these" if whole else ""
+        dense = found.find("tasks", context, budget)
+        if demand.name == "accuracy" and dense and not demand.met(dense["accuracy_dense"]):
+            lacks = f"room: dense attention has {dense['accuracy_dense']:.2f}"
+        shown = ["" if value is None else f"{value:.{demand.digits}f}" for value in tried.values()]
+        sign = "at most" if demand.at_most else "at least"
+        limit = f"{mine:.{demand.digits}f}, {sign} {demand.limit:.{demand.digits}f}"
+        lines.append([demand.text, str(context), limit, *shown, lacks])
     head = ["asked", "context", "measured", "one set, perfectly predicted", "one a layer, perfectly predicted"]
     head += ["high fidelity", "twice the tokens", "high fidelity, twice the tokens", "what lacks"]
     return markdown(head, lines)
