@@ -368,3 +368,16 @@ def test_plain_decoding_that_was_timed_at_a_bad_moment_is_timed_again() -> None:
         if round_ >= 1500:
             spent[plan.mode] = spent.get(plan.mode, 0.0) + seconds
     assert spent["ar"] > 0.85 * sum(spent.values())
+
+
+def test_a_short_text_beside_blocks_in_use_is_planned() -> None:
+    """Of blocks nothing is promised any more, and dense rounds, which never ran, have their recordings to earn."""
+    planner = AutoPlanner(SPEC, "draft", BUDGET, recorded=True)
+    planner.choose([32_000] * 4)
+    for kind, size in (("plain", 0), ("sparse 1024", 2), ("check", 15)):
+        for seconds in (3.0, 0.02, 0.02, 0.02):
+            planner.costs.observe(kind, size, seconds)
+    planner._plan = planner._home = Plan("exact", 2, 15, BUDGET)
+    planner._now, planner._next_look, planner._again = 1.0, 0.0, None
+    planner._unmeasured = lambda budgets: None  # type: ignore[method-assign]
+    assert planner.choose([32_000] * 3 + [40], left=300).mode in ("ar", "dense")
