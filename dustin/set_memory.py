@@ -74,6 +74,9 @@ class SetMemory:
         if self.options.lookahead_lag == 1:
             # The set must not depend on drafts it will judge (exact sampling): use the previous round's.
             lookahead, self._lagged = self._lagged, self._merged(self._lagged, drafts.queries, taking)
+            read = context.draft_cache.lengths if context.draft_cache is not None else context.lengths
+            if any(have < n for have, n in zip(read, context.lengths, strict=True)):
+                lookahead = None  # A round without drafts: there are no keys of the newest tokens to score.
         context = replace(context, history=self._history, lookahead=lookahead, prompt=self._prompt)
         chosen = self.selector.select(context)
         if chosen is not None and lookahead is not None and self.selector.needs_lookahead and self._unlagged & taking:
