@@ -40,14 +40,19 @@ class Acceptance:
 
     def observe(self, accepted: Sequence[int], planned: int) -> None:
         """One round: row b kept accepted[b] of `planned` drafts (a row for which nothing was found kept none)."""
-        fade = math.exp(-1 / _MEMORY_ROUNDS)
-        for counts in (self._tested, self._kept):
-            for position in counts:
-                counts[position] *= fade
+        self.age(1.0)
         for kept in accepted:
             for position in range(min(kept + 1, planned)):
                 self._tested[position] += 1
                 self._kept[position] += position < kept
+
+    def age(self, rounds: float, least: float = 0.0) -> None:
+        """The text went on by so many rounds: what was seen before tells less, but no position less than `least` observations."""
+        fade = math.exp(-rounds / _MEMORY_ROUNDS)
+        for position, tested in self._tested.items():
+            share = max(fade, min(1.0, least / tested)) if tested else 1.0
+            self._tested[position] = tested * share
+            self._kept[position] *= share
 
     @property
     def known(self) -> bool:

@@ -26,6 +26,8 @@ _MARGIN, _LOOK_SHARE, _DOUBT_SHARE = 1.02, 0.02, 0.05
 # Drafts are given up for plain decoding where they would lose even if acceptance were so many standard errors better: a few bad
 # rounds are chance, and without drafts nothing is learnt that could correct it.
 _GIVE_UP = 1.25
+# A plain step ages what is known of drafts as so many rounds do, down to so many observations.
+_PLAIN_AGE, _PLAIN_LEAST = 0.5, 2.0
 # After a round with drafts so many tokens are new to the draft; of so many the time to read them is told from the round's.
 _USUALLY_UNREAD, _FAR_BEHIND = 2, 256
 # A draft that missed tokens reads so many of them in the time of a plain step, until that was timed.
@@ -353,6 +355,9 @@ class AutoPlanner:
             if look.warm or not known:
                 costs.observe(kind, size, look.seconds + (0.0 if known else recording))
             recording = recording if known else 0.0
+            if look.kind == "plain":
+                # Texts change: what drafts brought some time ago says less and less. Not where a look would cost much.
+                habits.dense.age(_PLAIN_AGE if self._unread <= _FAR_BEHIND else 0.0, _PLAIN_LEAST)
             if look.kind == "dense" or (look.kind == "last" and look.accepted):
                 habits.dense.observe(look.accepted, look.planned)
             elif look.kind == "sparse":

@@ -22,6 +22,13 @@ LOSING = [
 ]
 
 
+# A novel of which the draft guesses the first third badly, and the rest well, as one of the measured answers is.
+TURNING = [
+    Cell("turning", 8192, 1, 1.92, 2.6, 0.6, {}, ((66, 0.52), (300, 0.87))),
+    Cell("turning", 32000, 1, 2.23, 3.1, 0.57, {}, ((60, 0.5), (300, 0.88))),
+]
+
+
 def speeds(cell: Cell) -> tuple[np.ndarray, dict[Plan, float]]:
     """Tokens a second of mode auto in the runs [seed, run] of warmed sessions, and of every fixed plan over the same texts."""
     plans = [Plan("ar"), *(Plan("dense", n) for n in few_drafts(8))]
@@ -52,6 +59,15 @@ def test_auto_loses_little_where_drafts_do(cell: Cell) -> None:
     assert max(others, key=others.__getitem__) == Plan("ar")
     assert auto[:, 1:].mean() >= 0.95 * others[Plan("ar")]
     assert auto[:, 0].mean() >= 0.9 * others[Plan("ar")]
+
+
+@pytest.mark.parametrize("cell", TURNING, ids=lambda cell: f"{cell.context}")
+def test_auto_comes_back_to_drafts_where_a_text_turns(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, others = speeds(cell)
+    assert auto[:, 1:].mean() >= 0.95 * max(others.values())
+    # Not while what was seen at its beginning counts on for ever.
+    monkeypatch.setattr("dustin.planning._PLAIN_AGE", 0.0)
+    assert speeds(cell)[0].mean() < auto.mean()
 
 
 def answers(texts: list[dict[int, float]]) -> list[tuple[int, dict[int, float]]]:
