@@ -322,11 +322,11 @@ def packed_scores(
     config = config or choose_config(batch, kv_heads, nmax, columns + more, q.device)
     # A tile has two pages at most.
     block_n = min(config.block_n, 2 * page_size)
+    if config.chunk % block_n or config.span % block_n:
+        raise ValueError(f"config: expected chunk and span to be multiples of {block_n} keys, got {config.chunk}, {config.span}")
     chunks = triton.cdiv(nmax, config.chunk)
     if chunks > MAX_CHUNKS:
         raise ValueError(f"config.chunk: expected {triton.cdiv(nmax, MAX_CHUNKS)} keys or more of {nmax}, got {config.chunk}")
-    if config.chunk % block_n or config.span % block_n:
-        raise ValueError(f"config: expected chunk and span to be multiples of {block_n} keys, got {config.chunk}, {config.span}")
     stats = torch.empty(batch * kv_heads * chunks * (columns + more), dtype=torch.float32, device=q.device)
     options = {} if INTERPRETED else {"launch_pdl": True}
     common = {

@@ -209,7 +209,9 @@ def score_logits_kernel(
         best = tl.load(stats + base_all, mask=used, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(stats + base_all + 1, mask=used, other=0.0, cache_modifier=".cg")
         top = tl.where(valid, tl.max(best, 1), 0.0)
-        total = tl.sum(parts * tl.exp2(best - top[:, None]), 1)
+        # Not parts * 2^(best - top): a compiler makes that product part of the first addition between threads, and either of two
+        # threads then has a sum of its own, an ulp apart.
+        total = tl.sum(tl.exp2(best + tl.log2(parts) - top[:, None]), 1)
         tl.store(lse + lane, top + tl.log2(tl.where(valid, total, 1.0)), mask=valid)
         tl.store(counters + slab, 0)
 

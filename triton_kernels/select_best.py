@@ -1,6 +1,6 @@
 """The best tokens of many rows of scores at once: what select_tokens chooses by target scores alone, with fewer rounds of counting.
 
-Scores fall into bins of equal ratio (an eighth of a power of two). One launch counts the bins of every row, the next lists what
+Scores fall into bins of equal ratio (a sixteenth of a power of two). One launch counts the bins of every row, the next lists what
 lies in the bin that holds the last wanted score or above it, the last one settles that bin exactly, ties to the lower index. A
 list is a little longer than the set, where select_tokens' chunks each list as many as the whole row may want.
 """
@@ -14,10 +14,10 @@ import triton.language as tl
 from .runtime import INTERPRETED, begin_dependent, check_counts, check_tensor, power_of_two
 from .select_tokens import ordered_key, take_top
 
-BINS = tl.constexpr(256)
-# Bits below a bin's, and the first bin: 2^-32 and less, of scores up to 1.
-SHIFT = tl.constexpr(20)
-FIRST = tl.constexpr((0xBF800000 >> 20) - 255)
+BINS = tl.constexpr(512)
+# Bits below a bin's, keys of a bin, and the first bin: 2^-32 and less, of scores up to 1.
+SHIFT, WIDTH = tl.constexpr(19), tl.constexpr(1 << 19)
+FIRST = tl.constexpr((0xBF800000 >> 19) - 511)
 
 
 @triton.jit
@@ -133,9 +133,10 @@ def settle_kernel(
         rank = tl.cumsum(chosen.to(tl.int32), 0)
         tl.store(target + rank - 1, position, mask=chosen & (rank <= budget))
     else:
-        # Many scores alike. The threshold among them by halves, tile after tile; then all once more, in order.
-        low = tl.full([], 1, tl.int64)
-        high = tl.full([], 1 << 32, tl.int64)
+        # Many scores alike. The threshold among them by halves of their bin, tile after tile; then all once more, in order.
+        edge = (last + FIRST).to(tl.int64) * WIDTH
+        low = tl.where(last > 0, edge, tl.full([], 1, tl.int64))
+        high = tl.where(last < BINS - 1, edge + WIDTH, tl.full([], 1 << 32, tl.int64))
         while high - low > 1:
             middle = (low + high) // 2
             at_least = 0
