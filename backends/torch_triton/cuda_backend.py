@@ -218,8 +218,12 @@ class CudaBackend(TorchBackend):
         batch, width = drafts.shape
         check_lengths("num_drafts", num_drafts, [0] * batch, [width] * batch)
         best, finite = argmax_rows(logits.flatten(0, 1))
-        shape = (batch, width + 1)
-        kept, tokens, row_finite = accept.accept_greedy(drafts, self._ints(num_drafts), best.view(shape), finite.view(shape))
+        if width:
+            shape = (batch, width + 1)
+            kept, tokens, row_finite = accept.accept_greedy(drafts, self._ints(num_drafts), best.view(shape), finite.view(shape))
+        else:
+            # Plain rounds are short: a launch less counts.
+            kept, tokens, row_finite = torch.zeros_like(best), best[:, None], finite
         if self._device.type != "cuda":
             return Verdict(kept, tokens, None, row_finite)
         # On its way before the device is told to do more: the host will wait for this alone.
