@@ -176,14 +176,14 @@ def same_texts(found: tuple[list[list[int]], int], expected: tuple[list[list[int
 
 
 @interpreted
-@pytest.mark.parametrize("mode", ["ar", pytest.param("dense", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["ar", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dense", "exact"))])
 def test_slots_that_are_taken_anew_are_those_of_steps_begun_late(mode):
     session = make_session(mode, drafter="none" if mode == "ar" else "draft")
     same_texts(slot_texts(session, True), slot_texts(session, False))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["ar", "dense"])
+@pytest.mark.parametrize("mode", ["ar", "dense", "exact"])
 def test_slots_on_a_gpu_that_are_taken_anew_are_those_of_steps_begun_late(mode):
     session = make_session(mode, "cuda", drafter="none" if mode == "ar" else "draft")
     expected = slot_texts(session, False)
