@@ -38,7 +38,7 @@ PROMPT = [int(t) for t in np.random.default_rng(5).integers(0, VOCAB, 90)]
 SMALL: dict[str, Any] = {"budget": 24, "num_sink_tokens": 2, "num_recent_tokens": 6, "num_draft_tokens": 4}
 
 
-def sets_are_those_of_the_forward(backend: Any, model: Any) -> None:
+def sets_are_those_of_the_forward(backend: Any, model: Any, tolerance: float = 1e-5) -> None:
     """In every case: the sets of layers that choose for all heads, given to a forward, leave its logits as they are; those of kv
     heads are what the kv head's own heads choose for a layer."""
     assert isinstance(model, ChoosingModel)
@@ -66,8 +66,8 @@ def sets_are_those_of_the_forward(backend: Any, model: Any) -> None:
         want = model.forward(fed(backend), ROWS, cache, token_set=plain)
         cache.rollback(LENGTHS)
         for b, rows in enumerate(ROWS):
-            got, mine = (np.asarray(x.logits.float() if isinstance(x.logits, torch.Tensor) else x.logits) for x in (out, want))
-            np.testing.assert_allclose(mine[b, :rows], got[b, :rows], atol=1e-5, err_msg=name)
+            got, mine = (np.asarray(x.logits.cpu() if isinstance(x.logits, torch.Tensor) else x.logits) for x in (out, want))
+            np.testing.assert_allclose(mine[b, :rows], got[b, :rows], atol=tolerance, err_msg=name)
 
 
 def rows_of(token_set: Any) -> list[list[int]]:
@@ -115,7 +115,7 @@ def test_a_gpu_says_what_its_layers_choose() -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    sets_are_those_of_the_forward(CudaBackend(torch.device("cuda")), torch_model(CudaModel, device="cuda"))
+    sets_are_those_of_the_forward(CudaBackend(torch.device("cuda")), torch_model(CudaModel, device="cuda"), 2e-3)
 
 
 def test_without_a_reselection_nothing_is_chosen() -> None:
