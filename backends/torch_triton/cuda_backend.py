@@ -34,6 +34,8 @@ from dustin.triton_kernels.select_tokens import select_tokens
 # Fewer rows than this, but more than one, are padded to it; more to the next power of two: the kernels and graphs of one number of
 # rows then serve several numbers of drafts.
 LEAST_ROWS = 4
+# Logits up to which a verdict is a graph, which reads a copy of them: launches then take longer than copying 8 MiB.
+JUDGED_IN_GRAPH = 1 << 22
 
 
 def padded_rows(rows: int, heads: int) -> int:
@@ -217,17 +219,27 @@ class CudaBackend(TorchBackend):
         """See Backend.accept_greedy."""
         batch, width = drafts.shape
         check_lengths("num_drafts", num_drafts, [0] * batch, [width] * batch)
-        best, finite = argmax_rows(logits.flatten(0, 1))
+
+        def work(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+            best, finite = argmax_rows(inputs["logits"].flatten(0, 1))
+            if width:
+                best, finite = best.view(batch, width + 1), finite.view(batch, width + 1)
+                kept, tokens, finite = accept.accept_greedy(inputs["drafts"], inputs["counts"], best, finite)
+            else:
+                kept, tokens = torch.zeros_like(best), best[:, None]
+            return kept, tokens, finite, torch.cat([kept[:, None], finite.to(torch.int32)[:, None], tokens], 1)
+
+        inputs = {"logits": logits}
         if width:
-            shape = (batch, width + 1)
-            kept, tokens, row_finite = accept.accept_greedy(drafts, self._ints(num_drafts), best.view(shape), finite.view(shape))
+            inputs |= {"drafts": drafts, "counts": host_values(list(num_drafts), torch.int32, self._device)}
+        if logits.numel() <= JUDGED_IN_GRAPH:
+            kept, tokens, row_finite, packed = self._replays(self, ("accept", width), inputs, work)
         else:
-            # Plain rounds are short: a launch less counts.
-            kept, tokens, row_finite = torch.zeros_like(best), best[:, None], finite
+            moved = {name: x.to(self._device, non_blocking=True) for name, x in inputs.items()}
+            kept, tokens, row_finite, packed = work(moved)
         if self._device.type != "cuda":
             return Verdict(kept, tokens, None, row_finite)
         # On its way before the device is told to do more: the host will wait for this alone.
-        packed = torch.cat([kept[:, None], row_finite.to(torch.int32)[:, None], tokens], 1)
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)
         sent = torch.cuda.Event()

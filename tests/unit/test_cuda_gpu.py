@@ -169,3 +169,25 @@ def test_a_single_prompts_pieces_are_recorded_when_they_come_again():
             assert relative_rms(graph.logits[1], eager.logits[1]) < 2e-2
             assert relative_rms(graph.queries[1][1], eager.queries[1][1]) < 2e-2
             assert not graph.logits[0].any() and graph.logits.shape == eager.logits.shape
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_verdicts_are_those_of_launches_when_they_are_recorded(width: int):
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+
+    graphs, generator, found = CudaBackend(torch.device("cuda")), torch.Generator().manual_seed(5), []
+    for i in range(6):
+        logits = torch.randn(4, width + 1, 5000, generator=generator).to(torch.bfloat16).cuda()
+        drafts = logits.argmax(-1)[:, :width].clone()
+        counts = [width, width, max(0, width - 1), 0]
+        if width:
+            drafts[1, i % width] += 1
+        if i == 4:
+            logits[3, 0, 7] = float("nan")
+        # A first call is never captured.
+        expected = CudaBackend(torch.device("cuda")).accept_greedy(drafts, counts, logits)
+        found.append((graphs.accept_greedy(drafts, counts, logits), CudaBackend.read(graphs, expected)))
+    # What was recorded wrote over none of them.
+    assert [graphs.read(verdict) for verdict, _ in found] == [host for _, host in found]
+    assert not found[4][1].finite[3] and all(found[5][1].finite)
+    assert sum(map(len, graphs._replays._graphs.values())) == 1

@@ -105,3 +105,28 @@ def test_nothing_is_captured_where_graphs_are_off(replays: cuda_replay.Replays) 
     for i in range(5):
         call(replays, owner, float(i))
     assert Stand.made == 0
+
+
+def test_plain_verdicts_are_recorded_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from dustin.backends.torch_triton import cuda_backend
+
+    def best_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.argmax(1).to(torch.int32), torch.isfinite(logits).all(1)
+
+    monkeypatch.setattr(cuda_replay, "Captured", Stand)
+    monkeypatch.setattr(cuda_backend, "argmax_rows", best_of)
+    Stand.made = 0
+    backend = cuda_backend.CudaBackend(torch.device("cpu"))
+    backend._replays.enabled = True
+    none, verdicts = torch.zeros(2, 0, dtype=torch.long), []
+    for i in range(6):
+        logits = torch.zeros(2, 1, 9)
+        logits[0, 0, i] = logits[1, 0, 8 - i] = 1.0
+        verdicts.append(backend.accept_greedy(none, [0, 0], logits))
+    assert Stand.made == 1
+    assert [v.tokens.tolist() for v in verdicts] == [[[i], [8 - i]] for i in range(6)]
+    assert all(v.num_accepted.tolist() == [0, 0] and v.finite.tolist() == [True, True] for v in verdicts)
+    monkeypatch.setattr(cuda_backend, "JUDGED_IN_GRAPH", 17)
+    assert backend.accept_greedy(none, [0, 0], logits).tokens.tolist() == [[5], [3]]
+    assert Stand.made == 1
