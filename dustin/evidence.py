@@ -170,10 +170,11 @@ class Clock:
 
 @dataclass
 class Ran:
-    """Kinds and sizes of rounds that ran with one number of rows, whatever the context; `warmed`: in a warm-up, at least."""
+    """Kinds and sizes of rounds that ran with one number of rows, whatever the context; up to `warmed` tokens of context a warm-up
+    met what may be asked."""
 
     sizes: set[tuple[str, int]] = field(default_factory=set)
-    warmed: bool = False
+    warmed: int = 0
 
 
 class Costs:
@@ -183,17 +184,20 @@ class Costs:
     `plain` of size 0, `dense` and `sparse BUDGET` rounds by drafts, `check` by the tokens of a block.
     """
 
-    def __init__(self, base: Costs | None = None, forecast: Forecast | None = None, ran: Ran | None = None) -> None:
-        """`ran` has the kinds and sizes that ran with as many rows, at whatever context: what is recorded serves all of them."""
+    def __init__(
+        self, base: Costs | None = None, forecast: Forecast | None = None, ran: Ran | None = None, context: int = 0
+    ) -> None:
+        """For rows of about `context` tokens. `ran` has the kinds and sizes that ran with as many rows, at whatever context: what
+        is recorded serves all of them."""
         self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
         self._base, self._forecast = base, forecast
-        self._ran = ran if ran is not None else Ran()
+        self._ran, self._context = ran if ran is not None else Ran(), context
         self._ratio = 1.0
 
     @property
     def warmed(self) -> bool:
         """Whether a warm-up met what may be asked of as many rows."""
-        return self._ran.warmed
+        return self._ran.warmed > self._context
 
     def observe(self, kind: str, size: int, seconds: float) -> None:
         """One measurement; where model or neighbour has the same, it tells how they compare."""
@@ -343,11 +347,11 @@ class PriceList:
         self.reading: dict[str, float] = {}
         self._answers: deque[int] = deque(maxlen=_ANSWERS)
 
-    def warm(self, drafter: str, rows: int, sizes: Iterable[tuple[str, int]]) -> None:
-        """A warm-up met these kinds and sizes of rounds with so many rows."""
+    def warm(self, drafter: str, rows: int, context: int, sizes: Iterable[tuple[str, int]]) -> None:
+        """A warm-up met these kinds and sizes of rounds with so many rows, of up to `context` tokens."""
         ran = self._ran[drafter, rows]
         ran.sizes.update(sizes)
-        ran.warmed = True
+        ran.warmed = max(ran.warmed, context)
 
     def note_reading(self, drafter: str, seconds: float) -> None:
         """A draft read tokens that it had missed, each in so many seconds."""
@@ -375,5 +379,5 @@ class PriceList:
             card = self.cards.get(drafter)
             forecast = card.forecast([*lengths, *[0] * idle]) if card is not None else None
             ran = self._ran[drafter, len(lengths) + idle]
-            self._costs[key] = Costs(last if last in same else same[-1] if same else None, forecast, ran)
+            self._costs[key] = Costs(last if last in same else same[-1] if same else None, forecast, ran, context)
         return self._costs[key]

@@ -139,7 +139,8 @@ class SlotEngine(Engine):
     def _draft_reads(self, new: Sequence) -> bool:
         """Whether a draft model reads this prompt beside the target. Not where mode auto expects plain rounds: should it look at
         drafts after all, the draft reads what it has missed."""
-        if self._auto is None or self.drafter.model is None or new.request.sampling.temperature > 0:
+        drawn = new.request.sampling.temperature > 0 or not self.warp.greedy
+        if self._auto is None or self.drafter.model is None or drawn:
             return True
         planner, others = self._auto[0], [row for row in self.rows if row is not new and (row.active or row.reading)]
         if not others:

@@ -82,7 +82,7 @@ def warm_up(
             for plan in plans[1:] or plans:
                 run.rounds(plan, length, 1 if plan.mode == "exact" else 2)
         if greedy and planner is not None and going():
-            planner.prices.warm(engine.drafter.name, slots, {size for plan in plans for size in _sizes(plan)})
+            planner.prices.warm(engine.drafter.name, slots, context, {size for plan in plans for size in _sizes(plan)})
         del engine, run, planner
         # The pages are free, for the next caches to find them and the graphs over them.
         gc.collect()

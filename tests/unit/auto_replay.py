@@ -192,7 +192,7 @@ def run(prices: PriceList, cell: Cell, seed: int, tokens: int = TOKENS, recorded
 
 def warmed(prices: PriceList, batch: int, most: int = 8) -> PriceList:
     """What a warm-up leaves: plain and dense rounds with few numbers of drafts were met."""
-    prices.warm("draft", batch, {("plain", 0), *(("dense", n) for n in few_drafts(most))})
+    prices.warm("draft", batch, 65536, {("plain", 0), *(("dense", n) for n in few_drafts(most))})
     return prices
 
 

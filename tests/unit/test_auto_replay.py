@@ -104,6 +104,17 @@ def test_a_warmed_session_records_nothing() -> None:
             assert {(cell.batch, plan) for plan, *_ in machine.trace} <= met
 
 
+def test_what_a_warm_up_met_binds_up_to_its_context() -> None:
+    prices = PriceList()
+    prices.warm("draft", 16, 8192, {("plain", 0), ("dense", 2)})
+    menu = {}
+    for length in (4000, 32000):
+        made = planner(prices)
+        made.choose([length] * 16)
+        menu[length] = {plan for plan in made._plans([length] * 16) if made._open(plan)}
+    assert menu[4000] == {Plan("ar"), Plan("dense", 2)} and len(menu[32000]) > 6
+
+
 def test_a_recording_must_be_earned_by_what_is_left_of_the_answer() -> None:
     """Without a warm-up a better number of drafts is recorded in a long answer, and not for the end of a short one."""
     cell = CELLS[0]
