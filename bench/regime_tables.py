@@ -119,11 +119,20 @@ def real() -> str:
     note = (
         f"{first['card']}, {first['model']}, real weights in {first['dtype']}, budget 1024, acceptance measured, through the "
         "engine. A step is a round, in mode exact a checked block; its host time is what the replayed graphs of one step leave "
-        "of it. Of `auto` a later run of a session; its first is the cell's first, when nothing of it is recorded. Rows that "
+        f"of it. Of `auto` a later run of a session; {_first_runs(made)}. Rows that "
         "differ from `ar` in a mode with the same output differ at near-ties of bf16 logits (top-2 gaps in "
         f"the rows). `{first['command']}` at {commits}."
     )
     return markdown([*header], lines) + "\n\n" + note
+
+
+def _first_runs(made: list[dict[str, Any]]) -> str:
+    """What the first runs of mode auto began with."""
+    seconds = [row.get("warm_up_seconds") for row in made if row["mode"] == "auto"]
+    warm = [each for each in seconds if each is not None]
+    if len(warm) < len(seconds) or not warm:
+        return "its first is the cell's first, when nothing of it is recorded"
+    return f"its first comes after a warm-up for the cell, which took {min(warm):.0f} to {max(warm):.0f} s"
 
 
 def real_summary() -> list[list[str]]:
