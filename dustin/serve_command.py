@@ -35,7 +35,7 @@ SERVER: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "slots": (("--slots",), "Requests that run at once; each has KV rows for a whole context (--max-kv-size).", {}),
     "max_queue": (("--max-queue",), "Requests that may wait; more get 429.", {}),
     "prefill_tokens": (
-        ("--prefill-tokens",), "Prompt tokens read between two rounds. Default: 256, on an NVIDIA GPU 1024 of each prompt.", {},
+        ("--prefill-tokens",), "Prompt tokens read between two rounds. Default: 256, on an NVIDIA GPU 2048.", {},
     ),
     "share_prefixes": (
         ("--share-prefixes/--no-share-prefixes",),
