@@ -231,6 +231,10 @@ class Costs:
         """Whether it ran with as many rows, or at the neighbouring size."""
         return (kind, size) in self._ran.sizes or (not self.warmed and self._base is not None and self._base.tried(kind, size))
 
+    def met(self, kind: str) -> bool:
+        """Whether any size of this kind ran with as many rows."""
+        return any(ran == kind for ran, _ in self._ran.sizes)
+
     def foreseen(self, kind: str, size: int) -> float | None:
         """What the card's cost model says of a size that was not timed here."""
         if self._forecast is None or self.clocks[kind].has(size):

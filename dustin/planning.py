@@ -186,9 +186,9 @@ class AutoPlanner:
         return [best] if speeds[best] >= _NEAR * max(speed for plan, speed in speeds.items() if plan.mode != "exact") else []
 
     def _known_budgets(self, lengths: Sequence[int]) -> list[int]:
-        """Budgets that blocks are planned with: none in short contexts, nor where the target drafts for itself on a sparse cache,
-        which IS a sparse block with a dense check."""
-        if self._drafter == "self" or min(lengths) < 2 * self._budget:
+        """Budgets that blocks are planned with: none in short contexts, nor after a warm-up without blocks, nor where the target
+        drafts for itself on a sparse cache, which IS a sparse block with a dense check."""
+        if self._drafter == "self" or min(lengths) < 2 * self._budget or (self.costs.warmed and not self.costs.met("check")):
             return []
         # A smaller budget is a refinement: first the larger one must be well known, and in use or worth it.
         known = self.habits.checks.get(self._budget, (0.0, 0.0))[1] >= _KNOWN_TOKENS
