@@ -104,6 +104,14 @@ def test_a_warmed_session_records_nothing() -> None:
             assert {(cell.batch, plan) for plan, *_ in machine.trace} <= met
 
 
+def test_no_thought_is_spent_on_blocks_that_a_warm_up_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def thought(*given: object) -> None:
+        raise AssertionError("a block was thought through")
+
+    monkeypatch.setattr("dustin.outlook.block_course", thought)
+    run(warmed(PriceList(), 16), CELLS[2], 1, recording=0.0)
+
+
 def test_what_a_warm_up_met_binds_up_to_its_context() -> None:
     prices = PriceList()
     prices.warm("draft", 16, 8192, {("plain", 0), ("dense", 2)})

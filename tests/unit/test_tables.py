@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode_tables
+from bench import decode_tables, regime_tables
 from bench import rows as result_rows
 from bench.tables import PAGES, TABLES, regenerate
 
@@ -38,3 +38,9 @@ def test_when_tokens_are_read_is_said_of_the_rows_that_say_so() -> None:
     assert decode_tables._reads([old, old | {"reads": None}, peer]) == ""
     assert decode_tables._reads([new, new, peer]).startswith("the host reads")
     assert decode_tables._reads([old, new, new, peer]).startswith("in 2 of 3 rows (`reads`) the host reads")
+
+
+def test_what_the_first_runs_of_auto_began_with_is_said() -> None:
+    cold, warm = {"mode": "auto"}, {"mode": "auto", "warm_up_seconds": 3.6}
+    assert "nothing of it is recorded" in regime_tables._first_runs([{"mode": "ar"}, cold, warm])
+    assert regime_tables._first_runs([warm, warm | {"warm_up_seconds": 8.4}]).endswith("4 to 8 s")
