@@ -24,6 +24,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+# Characters of a text whose encoding takes a millisecond or so.
+_LONG_TEXT = 2048
 
 
 class Tokenizer:
@@ -87,6 +89,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of `text`; with `add_special_tokens` also those the model begins a text with (BOS)."""
         try:
+            if len(text) > _LONG_TEXT:
+                # This call alone lets other threads run meanwhile: a server's streams do not wait for a prompt to be encoded.
+                return list(self.core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
             return list(self.core.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:
             # Python keeps bytes that are not UTF-8 as lone surrogates, which have no tokens.

@@ -203,3 +203,36 @@ def test_text_that_is_not_utf8_is_refused() -> None:
 
     with pytest.raises(UsageError, match=r"lone surrogate '\\udc80' at character 2"):
         Tokenizer(byte_tokenizer()).encode("ab\udc80")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's rounds and streams go on beside a prompt of 100,000 tokens."""
+    import threading
+    import time
+
+    from dustin import text as module
+    from tests.tiny_model import byte_tokenizer
+
+    tokenizer, turns, done = Tokenizer(byte_tokenizer()), [0], threading.Event()
+    words = "Ein Wort und noch eins, 1234 mal. " * 20000
+
+    def others() -> None:
+        while not done.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        before = turns[0]
+        ids = tokenizer.encode(words)
+        meanwhile = turns[0] - before
+    finally:
+        done.set()
+        thread.join()
+    assert meanwhile > 20
+    monkeypatch.setattr(module, "_LONG_TEXT", 10**9)
+    assert tokenizer.encode(words) == ids
+    monkeypatch.setattr(module, "_LONG_TEXT", 4)
+    with pytest.raises(UsageError, match=r"lone surrogate '\\udc80' at character 6"):
+        tokenizer.encode("wrong \udc80 text")
