@@ -197,7 +197,7 @@ class Costs:
     @property
     def warmed(self) -> bool:
         """Whether a warm-up met what may be asked of as many rows."""
-        return self._ran.warmed > self._context
+        return self._ran.warmed >= max(1, self._context)
 
     def observe(self, kind: str, size: int, seconds: float) -> None:
         """One measurement; where model or neighbour has the same, it tells how they compare."""
