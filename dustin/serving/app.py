@@ -194,8 +194,8 @@ class Server:
         for prompt in prompts:
             if not prompt:
                 raise failures.bad_field("prompt", "the prompt is empty: give at least one token of text")
-            wrong = next((token for token in prompt if not 0 <= token < vocab), None)
-            if wrong is not None:
+            if min(prompt) < 0 or max(prompt) >= vocab:
+                wrong = next(token for token in prompt if not 0 <= token < vocab)
                 text = f"prompt token {str(wrong)[:20]} is outside the vocabulary of {vocab} tokens"
                 raise failures.bad_field("prompt", text)
             if len(prompt) >= context:

@@ -7,6 +7,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ _CLOSING = 5
 # What clients may take to read that the server stops, in seconds.
 _FAREWELL = 1.0
 _BACKLOG = 2048
+# Seconds after which a thread that runs Python lets another one run.
+_SWITCH = 0.001
 
 
 class HttpServer(uvicorn.Server):
@@ -146,6 +149,8 @@ def run(prepared: Prepared, model: str, say: Callable[[str], None]) -> int:
     """Serve to the end. Returns 0 after SIGTERM, 130 after Ctrl-C; raises what loading or the engine failed with."""
     # uvicorn takes signals only once it runs; whoever reads the line below may send one sooner.
     prepared.scheduler.say = say
+    # A round waits so long, each time, for another thread that is busy with a request (the interpreter's own 5 ms are two rounds).
+    sys.setswitchinterval(_SWITCH)
     before = {sig: signal.signal(sig, prepared.http.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
     try:
         say(f"listening on {prepared.address}, loading {model} ...")
