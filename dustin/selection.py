@@ -75,6 +75,9 @@ def create_selector(options: EngineOptions, scoring: Scoring | None = None, spec
     choosing = {layer: heads for layer, heads in scoring.reselection.heads.items() if layer not in scoring.dense_layers}
     scoring = replace(scoring, reselection=Tap(choosing))
     _check_use(options, scoring)
+    if spec is not None and options.drafter in ("none", "lookup", "self") and set(choosing) >= set(full_layers(spec)) > set():
+        # Without a draft model nothing reads the set that is chosen before the forward.
+        scoring = replace(scoring, target=Tap({}), draft=Tap({}), refresh=1)
     if name in ADDED_SELECTORS:
         return ADDED_SELECTORS[name](name, options, scoring)
     if name in _EVERY_LAYER:

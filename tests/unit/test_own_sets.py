@@ -9,12 +9,14 @@ import pytest
 
 from dustin.cli_options import LayerList
 from dustin.config import EngineOptions, RequestOptions
+from dustin.engine import Engine
 from dustin.errors import UsageError
 from dustin.generation import load
 from dustin.interfaces import ModelSpec, Tap
 from dustin.profile_file import Profile, from_json, to_json
 from dustin.scoring import ReadBytes, Scoring, all_heads
 from dustin.selection import create_selector, prepare, usable, with_fidelity
+from dustin.stats import Stats
 from tests import tiny_model
 
 
@@ -55,6 +57,23 @@ def test_the_selector_asks_for_it_and_counts_it():
         del old["scoring"][name]
     assert not from_json(old, "here").scoring.reselection.heads
     assert all_heads(spec, [0, 3]) == scoring.reselection
+
+
+@pytest.mark.parametrize("mode", ["sparse", "exact"])
+def test_a_set_that_nothing_reads_is_not_scored(tmp_path, monkeypatch, mode):
+    """Every layer chooses for itself, and there is no draft model: the same tokens for fewer bytes."""
+    model = str(tiny_model.write(tmp_path / "target", head_dim=32, num_hidden_layers=3))
+    options = EngineOptions(mode=mode, budget=48, fidelity="high", drafter="lookup", exact_block=6)
+    request, text = RequestOptions(max_tokens=12, ignore_eos=True), "one two three four five six " * 12
+    session = load(model, backend="numpy", options=options)
+    made = session.generate(text, request)
+    assert "target layers" not in made.stats.scoring
+    # The selector of a drafter that might read the set.
+    scored = session.make_engine(Engine, dataclasses.replace(session.resolve(request), drafter="auto"), Stats())
+    assert scored.selector.tap.heads
+    monkeypatch.setattr("dustin.generation.create_selector", lambda *given: scored.selector)
+    before = session.generate(text, request)
+    assert made.tokens == before.tokens and made.stats.kv_bytes_read < before.stats.kv_bytes_read
 
 
 def test_a_layer_that_reads_everything_chooses_nothing():
