@@ -385,6 +385,7 @@ class Engine:
         return tokens * self.target.spec.bytes_per_kv_token
 
     def count_verification(self, counts: Seq[int], token_set: TokenSet | None) -> None:
+        """Count the bytes that a pass over the rows with counts[b] > 0 reads of the target's cache: all of it without a set."""
         budget = (self.chosen.budget or self.options.budget) if token_set is not None else None
         lengths = [n for count, n in zip(counts, self.target_cache.lengths, strict=True) if count]
         read = self._kv_bytes(sum(min(n, budget) if budget else n for n in lengths))
