@@ -35,6 +35,7 @@ class SetMemory:
         self._history: Queries | None = None
         self._prompt: Queries | None = None
         self._lagged: Queries | None = None
+        self._lagged_steps = 0
         self._unlagged: set[int] = set()  # rows that joined a running batch: the lagged queries in their place are not theirs
 
     # Learning queries.
@@ -73,7 +74,8 @@ class SetMemory:
         lookahead = drafts.queries
         if self.options.lookahead_lag == 1:
             # The set must not depend on drafts it will judge (exact sampling): use the previous round's.
-            lookahead, self._lagged = self._lagged, self._merged(self._lagged, drafts.queries, taking)
+            lookahead = self._lagged
+            self._learn_drafts(drafts, taking)
             read = context.draft_cache.lengths if context.draft_cache is not None else context.lengths
             if any(have < n for have, n in zip(read, context.lengths, strict=True)):
                 lookahead = None  # A round without drafts: there are no keys of the newest tokens to score.
@@ -90,6 +92,18 @@ class SetMemory:
         self._prompt = None
         self._keep(chosen, context.lengths, taking)
         return chosen
+
+    def _learn_drafts(self, drafts: Drafts, taking: set[int]) -> None:
+        """The drafts' queries, for the next round's lookahead."""
+        if not drafts.queries or drafts.tokens is None:
+            return
+        steps = drafts.tokens.shape[1]
+        if steps == self._lagged_steps:
+            self._lagged = self._merged(self._lagged, drafts.queries, taking)
+            return
+        # Beside another number of drafts nothing can be kept of the rows that take no part.
+        self._lagged, self._lagged_steps = drafts.queries, steps
+        self._unlagged |= {row.row for row in self.rows if row.active and row.row not in taking}
 
     def roll_back(self, lengths: Seq[int]) -> None:
         """The target's cache holds lengths[b] rows now."""
