@@ -53,7 +53,7 @@ def decode() -> str:
     lines = [[*key, *(cell.get(batch, "") for batch in batches)] for key, cell in cells.items()]
     first = made[0]
     note = (
-        "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs). "
+        "Tokens per second of the whole batch (ratio to our own dense decoding with CUDA graphs, of the same run). "
         f"{first['card']}, {first['model']}, {first['weights']} weights, {first['dtype']}, context {first['context']}, "
         f"budget {USUAL_BUDGET} where none is named; acceptance replayed, not measured here; {_reads(made)}commands "
         f"are in the rows, the first is `{first['command']}`; at {commits}."

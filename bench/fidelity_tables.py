@@ -186,17 +186,17 @@ def acceptance() -> str:
 
 
 def both_sides() -> str:
-    """Speed over plain decoding with a dense and with a sparse draft: rows of decode.jsonl of one commit and number of drafts."""
+    """Speed over plain decoding with a dense and a sparse draft: rows of decode.jsonl alike in commit, acceptance and drafts."""
     from bench.tables import markdown
 
     wanted = ("dense", "sparse, dense draft", "sparse, sparse draft")
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows.read(rows.RESULTS / "decode.jsonl"):
         if row["mode"] in wanted and row.get("acceptance_length"):
-            key = (row["model"], row["context"], row["batch"], row["num_draft_tokens"], row["commit"])
-            found.setdefault(key, {})[row["mode"]] = row
+            key = (row["model"], row["context"], row["batch"], row["num_draft_tokens"], row["commit"], row["acceptance"])
+            found.setdefault(key, {}).setdefault(row["mode"], row)
     lines = []
-    for (model, context, batch, drafts, _), modes in sorted(found.items(), key=lambda item: str(item[0][0]) + f"{item[0][2]:4}"):
+    for (model, context, batch, drafts, *_), modes in sorted(found.items(), key=lambda item: str(item[0][0]) + f"{item[0][2]:4}"):
         if all(mode in modes for mode in wanted):
             cells = [f"{modes[mode]['ratio']:.2f}x" for mode in wanted]
             lines.append([model, f"{context} x {batch}", str(drafts), *cells])
