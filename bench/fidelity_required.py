@@ -106,9 +106,9 @@ class Rows:
                 return row
         return None
 
-    def like(self, context: int, heads: str) -> Row | None:
-        """The chat cell of `dustin` at the bytes that k = 1024 tokens chosen by `heads` take."""
-        wanted = ("chat", context, "dustin", self.best, f"{heads}, k=1024")
+    def like(self, track: str, context: int, heads: str) -> Row | None:
+        """The cell of `dustin` at the bytes that k = 1024 tokens chosen by `heads` take."""
+        wanted = (track, context, "dustin", self.best, f"{heads}, k=1024")
         names = ("track", "context", "selector", "heads", "bytes_like")
         return next((row for row in self.made if tuple(row.get(name) for name in names) == wanted), None)
 
@@ -170,11 +170,14 @@ def required() -> str:
 
         return cell
 
-    def half(context: int) -> str:
-        mine, mid = found.like(context, "mid"), found.find("chat", context, 1024, heads="mid")
-        if mine is None or mid is None:
-            return ""
-        return _said(mine["kl"], mine["kl"] <= mid["kl"] / 2, 3, f" against {mid['kl']:.3f}, k = {mine['budget']}")
+    def half(track: str) -> Callable[[int], str]:
+        def cell(context: int) -> str:
+            mine, mid = found.like(track, context, "mid"), found.find(track, context, 1024, heads="mid")
+            if mine is None or mid is None:
+                return ""
+            return _said(mine["kl"], mine["kl"] <= mid["kl"] / 2, 3, f" against {mid['kl']:.3f}, k = {mine['budget']}")
+
+        return cell
 
     def acceptance(context: int) -> str:
         sparse, dense = found.accepted(context, "sparse"), found.accepted(context, "dense", True)
@@ -187,7 +190,7 @@ def required() -> str:
         BESIDE: beside(HALVES, 0.0),
         ABOVE: beside(FIXED, 0.1),
         **{text: profile(track) for track, text in MID.items()},
-        "aim: half of `mid`'s KL (chat, k = 1024) at its bytes": half,
+        **{f"aim: at the bytes of `mid` with k = 1024 half of its KL on {track}": half(track) for track in MID},
         "tokens a round within 5 % of dense speculation, both sides sparse": acceptance,
     }
     contexts = found.long()
@@ -241,7 +244,7 @@ def unmet() -> str:
         }
         there = [what for name, what in _LACKS if (value := tried[name]) is not None and demand.met(value)]
         whole = all(tried[name] is not None for name in ("oracle", "layers"))
-        lacks = there[0] if there else "all of these" if whole else ""
+        lacks = there[0] if there else "none of these is enough" if whole else ""
         dense = found.find("tasks", context, budget)
         if demand.name == "accuracy" and dense and not demand.met(dense["accuracy_dense"]):
             lacks = f"room: dense attention has {dense['accuracy_dense']:.2f}"
