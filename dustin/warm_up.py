@@ -28,6 +28,8 @@ _SMALL_CHUNK = 64
 # Contexts that scores are met at: each double the one before, up to this many tokens.
 _LONGEST = 32768
 _SHORT = 16
+# Scores of so many tokens are an even number of programs' work, and so many tokens before that end they are still met.
+_EVEN, _BEFORE = 8192, 48
 # A wait for the warm-up that is longer is explained.
 _PATIENCE_SECONDS = 0.7
 
@@ -80,7 +82,10 @@ def warm_up(
             length *= 2
             # Compiled, not recorded: graphs of scores are kept for few contexts, and those are for the real ones.
             for plan in plans[1:] or plans:
-                run.rounds(plan, length, 1 if plan.mode == "exact" else 2)
+                # Scores over a long power of two are kernels of their own: also in rounds right before it.
+                power = 1 << length.bit_length() - 1
+                for reached in (power - _BEFORE, length) if power >= _EVEN else (length,):
+                    run.rounds(plan, reached, 1 if plan.mode == "exact" else 2)
         if greedy and planner is not None and going():
             planner.prices.warm(engine.drafter.name, slots, context, {size for plan in plans for size in _sizes(plan)})
         del engine, run, planner

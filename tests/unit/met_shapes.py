@@ -140,7 +140,8 @@ def plans_after_warm_up(made: Any, slots: int, context: int) -> Iterator[tuple[A
     # Some prompts are left to be read by the draft when it is first asked.
     planner.drafts_soon = lambda *a: rng.random() < 0.5
     for place in range(6):
-        for length in (5, context // 3, context - 120):
+        # Scores over a power of two tokens are a case of their own.
+        for length in (5, context // 3, *[8160] * (context > 8300), context - 120):
             for slot in engine.free[: 1 if place % 2 else slots]:
                 prompt = [rng.randrange(2000) for _ in range(max(1, length - slot))]
                 engine.admit(Sequence(slot, prompt, RequestOptions(max_tokens=100, ignore_eos=True), 100, frozenset(), None))
