@@ -130,9 +130,11 @@ def _first_runs(made: list[dict[str, Any]]) -> str:
     """What the first runs of mode auto began with."""
     seconds = [row.get("warm_up_seconds") for row in made if row["mode"] == "auto"]
     warm = [each for each in seconds if each is not None]
-    if len(warm) < len(seconds) or not warm:
-        return "its first is the cell's first, when nothing of it is recorded"
-    return f"its first comes after a warm-up for the cell, which took {min(warm):.0f} to {max(warm):.0f} s"
+    cold = "its first is the cell's first, when nothing of it is recorded"
+    if not warm:
+        return cold
+    said = f"its first comes after a warm-up for the cell, which took {min(warm):.0f} to {max(warm):.0f} s"
+    return said if len(warm) == len(seconds) else f"{said} (in rows of older commits {cold})"
 
 
 def real_summary() -> list[list[str]]:

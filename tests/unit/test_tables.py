@@ -42,5 +42,7 @@ def test_when_tokens_are_read_is_said_of_the_rows_that_say_so() -> None:
 
 def test_what_the_first_runs_of_auto_began_with_is_said() -> None:
     cold, warm = {"mode": "auto"}, {"mode": "auto", "warm_up_seconds": 3.6}
-    assert "nothing of it is recorded" in regime_tables._first_runs([{"mode": "ar"}, cold, warm])
+    assert regime_tables._first_runs([{"mode": "ar"}, cold]).endswith("when nothing of it is recorded")
+    mixed = regime_tables._first_runs([cold, warm])
+    assert "a warm-up" in mixed and "in rows of older commits its first" in mixed
     assert regime_tables._first_runs([warm, warm | {"warm_up_seconds": 8.4}]).endswith("4 to 8 s")
