@@ -291,8 +291,9 @@ class DeviceForward:
         codes = None if again.compact is None else pool.compact[again.compact][index]
         if inputs.set_lengths is None:
             sets = self.config.num_kv_heads if again.by_kv_head else 1
-            # A copy also of one length, which would otherwise be the same place for all sets.
-            inputs.set_lengths = inputs.lengths[:, None].repeat(1, sets).flatten()
+            # A copy also of one length, which would otherwise be the same place for all sets. Who feeds nothing has no scores:
+            # among many that are all alike a choice takes longest.
+            inputs.set_lengths = (inputs.lengths * (inputs.num_tokens > 0))[:, None].repeat(1, sets).flatten()
         rest = (inputs.lengths, inputs.num_tokens)
         indices, counts = again.choose(q, pool.keys[index], table, *rest, inputs.set_lengths, index, self.config, codes)
         return make_slots(indices, counts, *rest, table, pool.page_size, q.shape[1])

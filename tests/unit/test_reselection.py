@@ -396,6 +396,34 @@ def test_cuda_encodes_the_layers_that_choose():
 
 
 @interpreted
+@pytest.mark.parametrize("by_kv_head", [False, True])
+def test_cuda_chooses_nothing_for_a_sequence_that_feeds_nothing(by_kv_head, monkeypatch):
+    """Its scores are all alike, the slowest to choose among; the others' logits are as if it were not there."""
+    from dustin.backends.torch_triton.cuda_backend import CudaBackend
+    from dustin.backends.torch_triton.cuda_model import CudaModel
+    from dustin.backends.torch_triton.reselection import Rechoice
+
+    backend, model = CudaBackend(torch.device("cpu")), torch_model(CudaModel)
+    again = Reselection({1: (0, 1, 2, 3)}, BUDGET, 2, 4, by_kv_head=by_kv_head)
+    sets, counts, plain = 2 if by_kv_head else 1, [], Rechoice.choose
+
+    def noted(self, *given, **more):
+        made = plain(self, *given, **more)
+        counts.append(made[1].view(-1, sets)[:, 0].tolist())
+        return made
+
+    monkeypatch.setattr(Rechoice, "choose", noted)
+    outs = []
+    for rows in (ROWS, (ROWS[0], 0, ROWS[2])):
+        start = dataclasses.replace(first_set(backend), reselection=again)
+        outs.append(model.forward(fed(backend), rows, filled(backend, model), token_set=start).logits)
+    assert counts == [[BUDGET, BUDGET, LENGTHS[2]], [BUDGET, 0, LENGTHS[2]]]
+    for b in (0, 2):
+        torch.testing.assert_close(outs[1][b, : ROWS[b]], outs[0][b, : ROWS[b]], atol=1e-5, rtol=1e-5)
+    assert torch.isfinite(outs[1]).all()
+
+
+@interpreted
 def test_large_budgets_are_chosen_by_torch(monkeypatch):
     from dustin.backends.torch_triton import reselection
     from dustin.backends.torch_triton.cuda_backend import CudaBackend
