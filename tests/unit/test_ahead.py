@@ -218,7 +218,11 @@ def test_rounds_on_a_gpu_are_those_of_steps_begun_late(mode, lengths, graphs):
     for _ in range(2):
         got, counts, rounds = texts(session, True, lengths, 60)
         assert got == expected
-        assert counts["used"] >= 10 and counts["begun"] - counts["used"] <= 2 and counts["made"] - counts["used"] <= 8
+        assert counts["used"] >= 10
+        # Near a text's end there is no room to begin, or nothing is wanted of what was begun, and blocks are short and many.
+        # Were the first drafts after a check not begun, every block would have one such.
+        wasted, late = counts["begun"] - counts["used"], counts["made"] - counts["used"]
+        assert (wasted <= 2 and late <= 8) if mode != "exact" else (wasted <= 2 + rounds // 8 and late <= 3 + rounds // 2)
 
 
 @interpreted
