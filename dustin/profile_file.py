@@ -169,14 +169,17 @@ def write(profile: Profile, path: Path) -> None:
     path.write_text(json.dumps(to_json(profile), indent=1) + "\n", encoding="utf-8")
 
 
-def known() -> Iterator[Profile]:
-    """The user's profiles, newest first, then the shipped ones. Damaged files of the cache are passed over."""
+def known(damaged: list[str] | None = None) -> Iterator[Profile]:
+    """The user's profiles, newest first, then the shipped ones. Damaged files of the cache are passed over; what is wrong with them
+    is appended to `damaged`.
+    """
     own = sorted((cache_dir() / "profiles").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [*own, *sorted(SHIPPED.glob("*.json"))]:
         try:
             yield read(path)
-        except UsageError:
-            continue
+        except UsageError as error:
+            if damaged is not None:
+                damaged.append(str(error))
 
 
 def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | None) -> Scoring:
@@ -185,21 +188,21 @@ def scoring_of(options: EngineOptions, target: ModelSpec, draft: ModelSpec | Non
 
     Raise UsageError for a file that cannot be read, or that names layers or heads that these models lack.
     """
+    damaged: list[str] = []
     if options.profile == "none":
         return heuristic(target, draft)
     if options.profile != "auto":
         scoring = _for_these(read(user_path(options.profile)), target, draft)
     else:
         high = options.fidelity == "high"
-        profiles = [profile for profile in known() if high or not profile.scoring.of_own_sets]
+        profiles = [profile for profile in known(damaged) if high or not profile.scoring.of_own_sets]
         profiles.sort(key=lambda profile: high and not profile.scoring.of_own_sets)
         fitting = next((profile.scoring for profile in profiles if profile.fits(target, draft)), None)
         if fitting is None:
             named = next((profile.scoring for profile in profiles if profile.fits_by_name(target, draft)), None)
-            if named is None:
-                return heuristic(target, draft)
-            fitting = replace(named, source=f"{named.source} (by name)")
-        scoring = fitting
+            fitting = replace(named, source=f"{named.source} (by name)") if named else heuristic(target, draft)
+        # It may be the very profile that the user made for this pair: who reads the statistics is told.
+        scoring = replace(fitting, passed_over=tuple(damaged))
     for kind, tap, spec in (("target", scoring.target, target), ("draft", scoring.draft, draft)):
         if spec is not None:
             _check(options.profile, kind, tap, spec)

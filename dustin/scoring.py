@@ -23,7 +23,7 @@ class Scoring:
     history is the mean over the last `history_rows` confirmed rows, plus `history_decay` times the scores of the rounds before; the
     draft's are those of its drafted rows, plus `lookahead_decay` times those of the rounds before; `smoothing` is the width in
     tokens of a moving average over scores (1: none). Every `refresh` rounds all tokens are scored, in the rounds between only the
-    `pool` best of then. `source` names where this comes from.
+    `pool` best of then. `source` names where this comes from, `passed_over` what is wrong with profiles that could not be read.
     """
 
     target: Tap
@@ -42,6 +42,7 @@ class Scoring:
     reselection_reuse: bool = False
     reselection_rows: int = 16
     source: str = "heuristic"
+    passed_over: tuple[str, ...] = ()
 
     @property
     def of_own_sets(self) -> bool:
@@ -67,7 +68,7 @@ class Scoring:
             by += f" by compact keys of {self.reselection_rank}" if self.reselection_rank else ""
             by += ", for those after them too" if self.reselection_reuse else ""
             parts.append("chosen anew at layers " + _ranges(list(self.reselection.heads)) + by)
-        return f"{self.source}, " + "; ".join(parts)
+        return f"{self.source}, " + "; ".join([*parts, *(f"passed over: {wrong}" for wrong in self.passed_over)])
 
 
 @dataclass(frozen=True)

@@ -106,3 +106,18 @@ def test_layers_and_heads_that_the_model_lacks_are_named(tmp_path: Path, changes
     write(replace(PROFILE, scoring=replace(SCORING, **changes)), tmp_path / "p.json")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=said):
         scoring_of(EngineOptions(profile=str(tmp_path / "p.json")), SPEC, None)
+
+
+def test_a_damaged_profile_of_the_cache_is_told_in_the_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path))
+    folder = tmp_path / "profiles"
+    write(PROFILE, folder / "good.json")
+    assert scoring_of(EngineOptions(), SPEC, None).passed_over == ()
+    (folder / "bad.json").write_text('{"version": 1, "name": "b"')
+    scoring = scoring_of(EngineOptions(), SPEC, None)
+    assert scoring.source == "profile p"
+    assert f"passed over: cannot read the profile {folder / 'bad.json'}" in scoring.describe()
+    (folder / "good.json").unlink()
+    scoring = scoring_of(EngineOptions(), SPEC, None)
+    assert scoring.source == "heuristic" and "bad.json" in scoring.describe()
+    assert scoring_of(EngineOptions(profile="none"), SPEC, None).passed_over == ()
