@@ -156,15 +156,14 @@ class AutoPlanner:
             self._habits = self.prices.habits[self._drafter] = self._habits.faded()
         self._fresh = True
 
-    def drafts_soon(self, lengths: Sequence[int], idle: int, left: int, unread: int) -> bool:
+    def drafts_soon(self, lengths: Sequence[int], idle: int, left: int, unread: int, begun: bool = False) -> bool:
         """Whether drafts are expected to serve rows of these lengths, the first of which is new: the draft has yet to read `unread`
-        tokens of it, and at most `left` are to come."""
-        drafting = self._home.mode != "ar" and len(lengths) > 1
-        if drafting or not self.habits.dense.known or not self._worth_trying(lengths):
+        tokens, and at most `left` are to come. `begun`: others have begun to answer."""
+        if (begun and self._home.mode != "ar") or not self.habits.dense.known or not self._worth_trying(lengths):
             return True
         self._costs = self.prices.of(self._drafter, lengths, self._costs, idle)
         self._length, self._batch, self._left, self._unread = sum(lengths) / len(lengths), len(lengths), left, unread
-        # A text alone begins from nothing; its first round is thought over by itself.
+        # Texts among themselves begin from nothing; their first round is thought over by itself.
         self._home, self._settled = AR, -1
         self._home = self._best(self._known_budgets(lengths))
         return self._home.mode != "ar"

@@ -145,8 +145,10 @@ class SlotEngine(Engine):
         planner, others = self._auto[0], [row for row in self.rows if row is not new and (row.active or row.reading)]
         if not others:
             planner.begin_text()
-        lengths = [new.prompt_length, *(row.committed for row in others)]
-        return planner.drafts_soon(lengths, len(self.rows) - len(lengths), new.limit, new.prompt_length)
+        lengths, begun = [new.prompt_length, *(row.committed for row in others)], any(row.active for row in others)
+        # Those that come together are decided for together.
+        unread = new.prompt_length if begun else sum(lengths)
+        return planner.drafts_soon(lengths, len(self.rows) - len(lengths), new.limit, unread, begun)
 
     def _begin_with(self, slot: int, keep: int, source: int) -> None:
         """The slot's cache rows become the first `keep` of `source`."""

@@ -104,6 +104,19 @@ def test_a_warmed_session_records_nothing() -> None:
             assert {(cell.batch, plan) for plan, *_ in machine.trace} <= met
 
 
+def test_requests_that_come_together_are_decided_for_together() -> None:
+    """What pays for one may not for sixteen, and how the last chat ended says nothing of them: unless others go on as it did."""
+    made = planner(warmed(PriceList(), 16), 5)
+    for _ in range(60):
+        for n in (5, 5, 3, 2, 1, 0):
+            made.habits.dense.observe([n], 5)
+    assert made.drafts_soon([4096], 15, 2000, 4096)
+    made._home = Plan("dense", 4)
+    assert not made.drafts_soon([4096] * 16, 0, 256, 16 * 4096)
+    made._home = Plan("dense", 4)
+    assert made.drafts_soon([4096] * 16, 0, 256, 4096, begun=True)
+
+
 def test_no_thought_is_spent_on_blocks_that_a_warm_up_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def thought(*given: object) -> None:
         raise AssertionError("a block was thought through")
