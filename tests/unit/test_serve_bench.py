@@ -73,8 +73,8 @@ def test_a_server_that_does_not_come_up_says_what_it_last_said() -> None:
 def test_a_table_names_whole_answers_and_how_many_were_asked_alone() -> None:
     def row(clients: int, requests: int, **more: Any) -> dict[str, Any]:
         numbers = {"tokens_per_s": 9.0, "ratio": 1.0, "ttft_ms_median": 5.0, "gap_ms_worst": 7.0, "context": 60, "max_tokens": 256}
-        names = {"side": "dustin ar", "model": "m", "dtype": "bfloat16", "processor": "p", "command": "c", "commit": "0", "note": ""}
-        return numbers | names | {"threads": 2, "clients": clients, "requests": requests} | more
+        names = {"side": "dustin ar", "model": "m", "dtype": "bfloat16", "processor": "p", "command": "c", "commit": "0"}
+        return numbers | names | {"note": "", "threads": 2, "clients": clients, "requests": requests} | more
 
     table = serve_tables._run([row(1, 4), row(16, 32, whole_answers=True)])
     assert "`dustin ar`, 16 clients, answers of 256 tokens" in table
