@@ -1,4 +1,4 @@
-"""Checks of the Triton kernels of layers that choose their own sets: compact keys, scores by them, the best of each row."""
+"""Checks of the Triton kernels of layers that choose their own sets: compact keys and scores by them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ _TOKENS, _HEADS, _KV_HEADS, _DIM, _PAGE, _FRESH = 2, 4, 2, 32, 16, 16
 _LENGTHS, _FED, _BEGINS = (37, 0, 5), (2, 0, 1), (3, 0, 4)
 _TABLE = ((4, 0, 6), (1, 2, 3), (5, 8, 7))
 _PAGES, _COLUMNS, _SCALE = 9, 40, 0.2
-_BUDGET, _SINKS, _RECENT = 12, 2, 3
 # Queries are rounded to float16 before and after their product.
 _TOLERANCE = 3e-3
 
@@ -25,7 +24,6 @@ def own_set_checks(device: str) -> Iterator[Check]:
         ("packed_keys", layer.encode_prompts, lambda: {"codes": layer.coded(_BEGINS)}),
         ("packed_rows", layer.pack, layer.packed),
         ("packed_scores", layer.score, layer.scores),
-        ("select_best", layer.select, layer.best),
     ):
         yield Check("triton", name, run, want(), _TOLERANCE)
 
@@ -45,7 +43,6 @@ class _Layer:
         self.encode = np.stack([np.eye(_DIM, dtype=np.float32)[rng.permutation(_DIM)] for _ in range(_KV_HEADS)])
         self.decode = rng.standard_normal((_KV_HEADS, _DIM, _DIM)).astype(np.float32)
         self.codes = rng.integers(-128, 128, (_PAGES, _PAGE, _KV_HEADS, _DIM // 2)).astype(np.int8)
-        self.mass = rng.random((len(_LENGTHS), _COLUMNS)).astype(np.float32) ** 8
 
     def put(self, values: Any, kind: str = "float32") -> Any:
         """A copy: codes are written in place."""
@@ -114,21 +111,3 @@ class _Layer:
                 weights = np.exp(logits - logits.max(-1, keepdims=True))
                 want[b, h, :length] = (weights / weights.sum(-1, keepdims=True)).mean(0)
         return {"scores": want.reshape(-1, _COLUMNS)}
-
-    def select(self) -> Outputs:
-        from dustin.triton_kernels.select_best import select_best
-
-        scores, windows = self.put(self.mass), {"num_sink_tokens": _SINKS, "num_recent_tokens": _RECENT}
-        indices, counts = select_best(scores, self.place[1], budget=_BUDGET, **windows)
-        return {"indices": indices.cpu().numpy(), "counts": counts.cpu().numpy()}
-
-    def best(self) -> Outputs:
-        """Sinks and recent tokens, then the best by mass; a sequence that fits is whole."""
-        indices = np.zeros((len(_LENGTHS), _BUDGET), np.int32)
-        counts = np.minimum(_LENGTHS, _BUDGET).astype(np.int32)
-        for row, length in enumerate(_LENGTHS):
-            free = np.arange(length)
-            safe = (free < _SINKS) | (free >= length - _RECENT)
-            order = np.argsort(np.where(safe, -np.inf, -self.mass[row, :length]), kind="stable")
-            indices[row, : counts[row]] = np.sort(order[: counts[row]])
-        return {"indices": indices, "counts": counts}

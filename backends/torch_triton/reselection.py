@@ -15,10 +15,10 @@ from dustin.interfaces import Reselection
 from dustin.triton_kernels.packed_rows import packed_keys, packed_rows
 from dustin.triton_kernels.packed_scores import packed_scores
 from dustin.triton_kernels.score_heads import group_heads, score_heads
-from dustin.triton_kernels.select_best import select_best
+from dustin.triton_kernels.select_tokens import select_tokens
 
 # Larger sets are chosen by torch's own operations: the kernel sorts what it chooses in registers.
-MAX_SELECTED = 4096
+MAX_SELECTED = 2048
 # Rows times heads of a kv head that score_heads takes at once.
 SCORE_ROWS = 128
 
@@ -117,4 +117,4 @@ class Rechoice:
         windows = {"num_sink_tokens": self.num_sink_tokens, "num_recent_tokens": self.num_recent_tokens}
         if self.budget > MAX_SELECTED:
             return ops.choose(scores, set_lengths, self.budget, **windows)
-        return select_best(scores, set_lengths, budget=self.budget, **windows)
+        return select_tokens(scores, None, set_lengths, budget=self.budget, num_draft_selected=0, **windows)

@@ -166,7 +166,7 @@ def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
     from dustin.triton_kernels.packed_rows import packed_keys, packed_rows
     from dustin.triton_kernels.packed_scores import packed_scores
     from dustin.triton_kernels.score_heads import group_heads, score_heads
-    from dustin.triton_kernels.select_best import select_best
+    from dustin.triton_kernels.select_tokens import select_tokens
     from dustin.triton_kernels.sparse_verify import sparse_verify
     from dustin.triton_kernels.translate_slots import translate_slots
 
@@ -211,8 +211,10 @@ def own_set_launches() -> Iterator[tuple[str, Callable[[], object]]]:
                 lambda q=asked, k=packed, t=table, o=one, s=scores: packed_scores(q, k, t, o, s, num_rows=o, scale=0.1),
             )
         yield (
-            f"select_best {name}",
-            lambda s=scores, n=sets: select_best(s, n, budget=1024, num_sink_tokens=4, num_recent_tokens=32),
+            f"select_tokens by kv head {name}",
+            lambda s=scores, n=sets: select_tokens(
+                s, None, n, budget=1024, num_draft_selected=0, num_sink_tokens=4, num_recent_tokens=32
+            ),
         )
         chosen = ints(batch * num_kv_heads, 1024)
         yield (

@@ -27,7 +27,6 @@ from dustin.triton_kernels.linear_add import linear_add
 from dustin.triton_kernels.packed_rows import packed_keys, packed_rows
 from dustin.triton_kernels.packed_scores import packed_scores
 from dustin.triton_kernels.score_heads import ScoreConfig, group_heads, score_layers
-from dustin.triton_kernels.select_best import select_best
 from dustin.triton_kernels.select_tokens import select_tokens
 from dustin.triton_kernels.sparse_verify import plan, sparse_verify
 from dustin.triton_kernels.translate_slots import translate_slots
@@ -188,13 +187,6 @@ def own_set_launches(short: bool) -> Iterator[tuple[str, float]]:
     by_heads = scores.clone()
     packed_scores(asked, codes, *place, scores, num_rows=rows, scale=0.001)
     yield "packed_scores", relative_rms(scores[~by_heads.isinf()], by_heads[~by_heads.isinf()])
-    ends = case.lengths.repeat_interleave(kv_heads)
-    windows = {"num_sink_tokens": 4, "num_recent_tokens": 32}
-    for given, name in ((scores, "usual"), (torch.where(scores.isinf(), scores, 0.25), "alike")):
-        best, counts = select_best(given, ends, budget=100, **windows)
-        same, _ = select_tokens(given, None, ends, budget=100, num_draft_selected=0, **windows)
-        wrong = any(not torch.equal(best[row, :n], same[row, :n]) for row, n in enumerate(counts.tolist()))
-        yield f"select_best, scores {name}", float(wrong)
     chosen = torch.zeros(3 * kv_heads, 256, dtype=torch.int32)
     counts = torch.tensor([min(n, 256 - 3 * h) for n in lengths for h in range(kv_heads)], dtype=torch.int32)
     for row, count in enumerate(counts.tolist()):

@@ -12,8 +12,6 @@ from dustin.triton_kernels.attention_core import AttentionConfig  # noqa: E402
 from dustin.triton_kernels.packed_rows import packed_keys, packed_rows  # noqa: E402
 from dustin.triton_kernels.packed_scores import PackedConfig, packed_scores  # noqa: E402
 from dustin.triton_kernels.score_heads import group_heads, score_heads, score_layers  # noqa: E402
-from dustin.triton_kernels.select_best import select_best  # noqa: E402
-from dustin.triton_kernels.select_tokens import select_tokens  # noqa: E402
 from dustin.triton_kernels.sparse_verify import sparse_verify  # noqa: E402
 from tests.kernels.reference import check_parity, paged_case  # noqa: E402
 
@@ -196,37 +194,6 @@ def test_chunks_whose_first_tiles_lie_far_apart(device: str) -> None:
     with pytest.raises(ValueError, match="config.chunk: expected .* keys or more"):
         few = PackedConfig(2, 2, 2) if device == "cpu" else PackedConfig(64, 64, 64)
         packed_scores(q, codes, case.page_table, case.lengths, scores, num_rows=fed, scale=0.2, config=few)
-
-
-SCORES = {
-    "usual": lambda n, gen: torch.rand(3, n, generator=gen) ** 12,
-    "in steps": lambda n, gen: (torch.rand(3, n, generator=gen) * 3).floor() / 4,
-    "all alike": lambda n, gen: torch.full((3, n), 0.01),
-    "nothing": lambda n, gen: torch.zeros(3, n),
-    "below every bin": lambda n, gen: torch.rand(3, n, generator=gen) * 1e-14,
-    "above every bin": lambda n, gen: torch.rand(3, n, generator=gen) * 50,
-    "of both signs": lambda n, gen: torch.randn(3, n, generator=gen),
-}
-
-
-@pytest.mark.parametrize("name", SCORES)
-def test_the_best_by_bins_are_what_select_tokens_chooses(device: str, name: str) -> None:
-    """Row by row the same indices, whatever the scores: in the bin that is cut, and where one tile does not hold it."""
-    columns = 300 if device == "cpu" else 31_000
-    scores = SCORES[name](columns, torch.Generator().manual_seed(1)).to(device)
-    lengths = torch.tensor([columns, columns // 7, 29], dtype=torch.int32, device=device)
-    for row, length in enumerate(lengths.tolist()):
-        scores[row, length:] = float("-inf")
-    for budget in (7, 30, columns // 7, columns // 5):
-        windows = {"num_sink_tokens": 2, "num_recent_tokens": 5}
-        got, counts = select_best(scores, lengths, budget=budget, **windows)
-        want, want_counts = select_tokens(scores, None, lengths, budget=budget, num_draft_selected=0, **windows)
-        assert torch.equal(counts, want_counts)
-        for row, count in enumerate(counts.tolist()):
-            assert torch.equal(got[row, :count], want[row, :count])
-            assert (got[row, count:] == 0).all() or count == budget
-    with pytest.raises(ValueError, match="budget: expected at least 7 .sinks and recent tokens, none below 0., got 6"):
-        select_best(scores, lengths, budget=6, **windows)
 
 
 @pytest.mark.parametrize("splits", ["merged", "fused", "default"])
