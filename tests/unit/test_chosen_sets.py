@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from dustin.trace import Recorder, unpacked  # noqa: E402
 from dustin.trace_page import render  # noqa: E402
 from tests.tiny_model import write  # noqa: E402
 from tests.unit.engine_helpers import VOCAB, backend, draft, target  # noqa: E402
+from tests.unit.interpreted import interpreted, run_interpreted  # noqa: E402
 from tests.unit.test_reselection import (  # noqa: E402
     CASES,
     EVERY,
@@ -88,7 +86,7 @@ def test_torch_says_what_its_layers_choose() -> None:
     sets_are_those_of_the_forward(create("cpu"), torch_model(TorchModel))
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs below, in a process of its own")
+@interpreted
 def test_cuda_says_what_its_layers_choose() -> None:
     from dustin.backends.torch_triton.cuda_backend import CudaBackend
     from dustin.backends.torch_triton.cuda_model import CudaModel
@@ -97,15 +95,7 @@ def test_cuda_says_what_its_layers_choose() -> None:
 
 
 def test_under_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when it is imported, so this test needs a fresh process."""
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("already interpreted")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "cuda", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_interpreted(__file__, "cuda")
 
 
 @pytest.mark.gpu
