@@ -40,15 +40,13 @@ class Demand:
 
     def value(self, found: Rows, context: int, budget: int = 0, selector: str = "dustin", heads: str = "") -> float | None:
         """The number asked for; with `budget` that of another one."""
-        bytes_of = self.bytes_of if context > LONG and not budget else 0
-        row = self.row(found, context, budget or self.budget, selector, heads, bytes_of)
+        row = self.row(found, context, budget, selector, heads)
         return None if row is None else float(row[self.name])
 
-    def row(
-        self, found: Rows, context: int, budget: int, selector: str = "dustin", heads: str = "", bytes_of: int = 0
-    ) -> Row | None:
-        """The row of one track; of several their points added up, over as many of dense attention's on the same questions."""
-        parts = [found.find(track, context, budget, selector, heads, bytes_of) for track in self.tracks]
+    def row(self, found: Rows, context: int, budget: int = 0, selector: str = "dustin", heads: str = "") -> Row | None:
+        """The row of `value`; of several tracks their points added up, over as many of dense attention's on the same questions."""
+        bytes_of = self.bytes_of if context > LONG and not budget else 0
+        parts = [found.find(track, context, budget or self.budget, selector, heads, bytes_of) for track in self.tracks]
         if len(parts) == 1 or None in parts:
             return parts[0] if len(parts) == 1 else None
         mine, dense = (sum(row[name] * row["questions"] for row in parts if row) for name in ("accuracy", "accuracy_dense"))
@@ -138,7 +136,7 @@ def required() -> str:
 
     def of(demand: Demand) -> Callable[[int], str]:
         def cell(context: int) -> str:
-            row = demand.row(found, context, demand.budget, bytes_of=demand.bytes_of if context > LONG else 0)
+            row = demand.row(found, context)
             if row is None:
                 return ""
             shown = _interval(row, demand.name, demand.digits)

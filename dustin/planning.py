@@ -272,10 +272,7 @@ class AutoPlanner:
         return not self.costs.warmed or self._tried(plan)
 
     def _tried(self, plan: Plan) -> bool:
-        tried = self.costs.tried
-        if plan.mode == "exact":
-            return tried(f"sparse {plan.budget}", plan.num_draft_tokens) and tried("check", plan.exact_block)
-        return plan.mode == "ar" or tried("dense", plan.num_draft_tokens)
+        return plan.mode == "ar" or all(self.costs.tried(kind, size) for kind, size in plan.sizes)
 
     def _look_again(self, budgets: Sequence[int]) -> Plan | None:
         """A mode, or budget, out of use that could win if all its guesses were right gets a look, for a small share of the time."""

@@ -24,6 +24,13 @@ class Plan:
         """What must be seen by itself to be known: mode and budget."""
         return self.mode, self.budget
 
+    @property
+    def sizes(self) -> list[tuple[str, int]]:
+        """Kinds and sizes of the rounds that it takes, as `Costs` has them."""
+        if self.mode == "exact":
+            return [(f"sparse {self.budget}", self.num_draft_tokens), ("check", self.exact_block)]
+        return [("plain", 0) if self.mode == "ar" else (self.mode, self.num_draft_tokens)]
+
     def __str__(self) -> str:
         block = f", block {self.exact_block}" if self.exact_block else ""
         budget = f", budget {self.budget}" if self.budget else ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dustin.config import EngineOptions, RequestOptions, SamplingOptions
 from dustin.errors import DustinError
 from dustin.planning import few_drafts
+from dustin.plans import Plan
 from dustin.prefill import chunk_of, shared_chunk
 from dustin.sequence import Sequence
 from dustin.slots import SlotEngine
@@ -87,20 +88,15 @@ def warm_up(
                 for reached in (power - _BEFORE, length) if power >= _EVEN else (length,):
                     run.rounds(plan, reached, 1 if plan.mode == "exact" else 2)
         if greedy and planner is not None and going():
-            planner.prices.warm(engine.drafter.name, slots, context, {size for plan in plans for size in _sizes(plan)})
+            ran = (Plan(plan.mode, plan.num_draft_tokens, plan.exact_block, plan.budget) for plan in plans)
+            sizes = {size for plan in ran for size in plan.sizes}
+            planner.prices.warm(engine.drafter.name, slots, context, sizes)
         del engine, run, planner
         # The pages are free, for the next caches to find them and the graphs over them.
         gc.collect()
         if not going():
             break
     return time.perf_counter() - began
-
-
-def _sizes(plan: EngineOptions) -> list[tuple[str, int]]:
-    """Kinds and sizes of rounds as `Costs` has them."""
-    if plan.mode == "exact":
-        return [(f"sparse {plan.budget}", plan.num_draft_tokens), ("check", plan.exact_block)]
-    return [("plain", 0) if plan.mode == "ar" else (plan.mode, plan.num_draft_tokens)]
 
 
 def doubles(most: int) -> list[int]:

@@ -108,6 +108,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": scaling,
         "qk_norm": architecture == "Qwen3ForCausalLM",
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "windows": _windows(config, architecture, config["num_hidden_layers"]),
     }
 
 
@@ -120,4 +121,4 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(f"partial_rotary_factor is {config['partial_rotary_factor']}, expected 1: RoPE turns whole heads")
     if "quantization_config" in config:
         raise ModelError("quantization_config is set, expected plain fp32, fp16 or bf16 weights (or a .gguf file)")
-    return ModelConfig(**shape, windows=_windows(config, shape["architecture"], shape["num_layers"]))
+    return ModelConfig(**shape)

@@ -17,22 +17,6 @@ from dustin.errors import ModelError
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
-def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding width of each layer. Mistral slides everywhere, Qwen where it is switched on, and then from a layer on."""
-    window = config.get("sliding_window")
-    if not window or architecture == "LlamaForCausalLM":
-        return ()
-    if architecture == "MistralForCausalLM":
-        sliding = [True] * num_layers
-    elif not config.get("use_sliding_window"):
-        return ()
-    elif kinds := config.get("layer_types"):
-        sliding = [kind == "sliding_attention" for kind in kinds]
-    else:
-        sliding = [i >= config.get("max_window_layers", 0) for i in range(num_layers)]
-    return tuple(window if slides else None for slides in sliding)
-
-
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a parsed config.json. Raise ModelError on an unsupported architecture or a missing field."""
     shape, biased = shape_fields(config), bool(config.get("attention_bias", False))
@@ -43,7 +27,6 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         output_bias=not qwen2 and biased,
         mlp_bias=bool(config.get("mlp_bias", False)),
         attention_softcap=config.get("attn_logit_softcapping"),
-        windows=_windows(config, shape["architecture"], shape["num_layers"]),
     )
 
 
